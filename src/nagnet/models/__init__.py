@@ -1,0 +1,1 @@
+"""The GPT family in which only the residual rule differs between arms."""

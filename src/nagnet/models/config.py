@@ -1,0 +1,108 @@
+"""Configuration of a decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from nagnet.errors import UserError
+from nagnet.nn.mlp import MLPS
+from nagnet.nn.readout import CONFIDENCE_READOUT, SOFTCAP_READOUT, ReadoutConfig
+from nagnet.nn.residual import RESIDUAL_STREAMS
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and rules of a `Decoder`. Two arms of a comparison differ in ``residual`` (and ``readout``) alone.
+
+    Attributes:
+        residual: ``norm_agnostic``, ``pre_norm``, ``post_norm`` or ``none``.
+        d_model: width of the stream. n_layers: blocks (two updates each). n_heads: query heads.
+        vocab_size: tokens. max_seq_len: positions prepared; longer inputs extend the rotary table.
+        n_kv_heads: key/value heads, dividing n_heads (default n_heads). head_dim: default d_model / n_heads.
+        d_ff: hidden width of the MLP (default 4 d_model). mlp: ``relu_squared`` or ``swiglu``.
+        rope_base: base of the rotary wavelengths. qk_gain: RMS of queries and keys.
+        sliding_windows: positions seen by the layers' attention, cycled over layers, 0 for all; empty: all see all.
+        tie_embeddings: the readout shares the embedding's rows.
+        readout: default: unit rows x exp(s) for norm_agnostic, free rows under a softcap of 15 for the others.
+        n_directions, branch_eps, init_exponent, init_encode_gain: of the norm-agnostic rule; see
+            `nagnet.NormAgnosticResidual` and docs/mathematics.md. Without effect for the other rules.
+    """
+
+    residual: str = "norm_agnostic"
+    d_model: int = 256
+    n_layers: int = 8
+    n_heads: int = 4
+    vocab_size: int = 2048
+    max_seq_len: int = 1024
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    d_ff: int | None = None
+    mlp: str = "relu_squared"
+    rope_base: float = 100_000.0
+    qk_gain: float = 1.2
+    sliding_windows: tuple[int, ...] = ()
+    tie_embeddings: bool = False
+    readout: ReadoutConfig | None = None
+    n_directions: int = 32
+    branch_eps: float = 1e-6
+    init_exponent: float = 0.5
+    init_encode_gain: float = 1.0
+
+    def __post_init__(self):
+        if self.residual not in RESIDUAL_STREAMS:
+            raise UserError(f"residual rule {self.residual!r}: choose one of {', '.join(RESIDUAL_STREAMS)}")
+        if self.mlp not in MLPS:
+            raise UserError(f"mlp {self.mlp!r}: choose one of {', '.join(MLPS)}")
+        for name in ("d_model", "n_layers", "n_heads", "vocab_size", "max_seq_len", "n_directions"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise UserError(
+                f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; change one or set head_dim"
+            )
+        if not self.init_encode_gain > 0:
+            raise UserError(f"init_encode_gain is {self.init_encode_gain}; it must be positive")
+        self._fill("n_kv_heads", self.n_heads)
+        self._fill("head_dim", self.d_model // self.n_heads)
+        self._fill("d_ff", 4 * self.d_model)
+        norm_agnostic = self.residual == "norm_agnostic"
+        self._fill("readout", CONFIDENCE_READOUT if norm_agnostic else SOFTCAP_READOUT)
+        object.__setattr__(self, "sliding_windows", tuple(self.sliding_windows))
+        if self.head_dim % 2 or self.head_dim < 2:
+            raise UserError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
+        if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
+            raise UserError(f"n_kv_heads {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose a divisor")
+        if any(window < 0 for window in self.sliding_windows):
+            raise UserError(f"sliding_windows {self.sliding_windows}: give lengths of 1 or more, or 0 for all")
+
+    def _fill(self, name: str, default: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, default)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dictionary of plain values that `from_dict` takes back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """Builds a config from plain values.
+
+        Raises:
+            UserError: for an unknown key, naming it.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise UserError(f"unknown model config keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        values = dict(values)
+        if isinstance(values.get("readout"), dict):
+            values["readout"] = ReadoutConfig(**values["readout"])
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with ``changes``; changing ``residual`` alone also moves to that rule's default readout."""
+        if "residual" in changes:
+            changes.setdefault("readout", None)
+        return dataclasses.replace(self, **changes)

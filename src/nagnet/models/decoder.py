@@ -1,0 +1,157 @@
+"""One decoder for every arm: the residual rule and the readout are objects it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nagnet.errors import UserError
+from nagnet.models.config import ModelConfig
+from nagnet.models.initialization import EMBEDDING_STD, READOUT_STD, initialize_, initialize_rows_
+from nagnet.nn.attention import Attention
+from nagnet.nn.mlp import MLPS
+from nagnet.nn.readout import Readout
+from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticStream, ResidualStream, ResidualUpdate
+from nagnet.nn.rotary import RotaryTable
+from nagnet.typing import Float, Int
+
+IGNORED_TARGET = -100
+
+
+class Block(nn.Module):
+    """Attention and MLP between their residual updates.
+
+    Nothing in ``forward`` depends on a number of this layer: one compiled block serves all.
+    """
+
+    def __init__(self, config: ModelConfig, layer_index: int):
+        super().__init__()
+        windows = config.sliding_windows
+        self.attention = Attention(
+            config.d_model,
+            config.n_heads,
+            config.n_kv_heads or config.n_heads,
+            config.head_dim or config.d_model // config.n_heads,
+            config.qk_gain,
+            window=windows[layer_index % len(windows)] if windows else None,
+        )
+        self.mlp = MLPS[config.mlp](config.d_model, config.d_ff or 4 * config.d_model)
+
+    def forward(
+        self,
+        state: Any,
+        reading: Tensor,
+        gain: Tensor | None,
+        attention_update: ResidualUpdate,
+        mlp_update: ResidualUpdate,
+        following: ResidualUpdate | None,
+        cos: Tensor,
+        sin: Tensor,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Any, Tensor | None, Tensor | None]:
+        """Takes state, reading [B, T, d] and gain [B, T] of the attention update; returns those of ``following``."""
+        branch = self.attention(reading, cos, sin, key_mask)
+        state, reading, gain = attention_update.advance(state, branch, gain, mlp_update)
+        return mlp_update.advance(state, self.mlp(reading), gain, following)
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer.
+
+    After every optimizer step call `constrain_` (`nagnet.constrain_after_step` does it for you); during the
+    injection warm-up call `set_injection` before every step.
+
+    Args:
+        config: shape, residual rule and readout.
+        seed: of the initial parameters; None draws it from torch's global generator.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int | None = None):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
+        self.stream = build_stream(config)
+        shared = self.embedding.weight if config.tie_embeddings else None
+        self.readout = Readout(config.d_model, config.vocab_size, config.readout, weight=shared)
+        self.rotary = RotaryTable(self.blocks[0].attention.head_dim, config.rope_base, config.max_seq_len)
+        if not self.embedding.weight.is_meta:
+            self.initialize_(int(torch.randint(2**31, ())) if seed is None else seed)
+            self.constrain_()
+
+    def initialize_(self, seed: int) -> None:
+        """Draws all parameters anew, before any constraint: equal to the bit in every arm that has them."""
+        initialize_(self, seed, self.stream.zero_init_projections)
+        initialize_rows_(self.embedding.weight, EMBEDDING_STD, seed, "embedding.weight")
+        if not self.config.tie_embeddings:
+            initialize_rows_(self.readout.weight, READOUT_STD, seed, "readout.weight")
+
+    def trunk(self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None) -> Any:
+        """Runs all blocks.
+
+        Args:
+            tokens: [B, T] integers below vocab_size. key_mask: bool [B, T], False hides a position from all others.
+
+        Returns:
+            The state of the residual stream after the last update; ``.split()`` gives direction and log norm.
+
+        Raises:
+            UserError: for a token outside the vocabulary (checked on CPU; an accelerator raises its own error).
+        """
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
+        cos, sin = self.rotary(tokens.shape[1])
+        updates = self.stream.updates
+        state = self.stream.begin(self.embedding(tokens))
+        reading, gain = updates[0].read(state), updates[0].gain(state)
+        for index, block in enumerate(self.blocks):
+            following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
+            state, reading, gain = block(
+                state, reading, gain, updates[2 * index], updates[2 * index + 1], following, cos, sin, key_mask
+            )
+        return state
+
+    def forward(self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None) -> Float[Tensor, "b t v"]:
+        """Logits [B, T, V] in float32 for tokens [B, T]."""
+        return self.readout(*self.trunk(tokens, key_mask).split())
+
+    def token_losses(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> Float[Tensor, "b t"]:
+        """Cross entropy of every target in nats [B, T]; 0 where the target is -100."""
+        logits = self(tokens)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
+        ).view_as(targets)
+
+    def loss(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
+        """Mean cross entropy in nats over the targets that are not -100; 0 where there are none."""
+        count = (targets != IGNORED_TARGET).sum()
+        return self.token_losses(tokens, targets).sum() / count.clamp(min=1)
+
+    def set_injection(self, scale: float) -> None:
+        """Multiplies every gain by ``scale`` in [0, 1]; without effect for a rule that has no gain."""
+        self.stream.set_injection(scale)
+
+    def constrain_(self) -> None:
+        """Brings embedding and readout rows back to where rule and readout want them, after an optimizer step."""
+        self.stream.constrain_(self.embedding.weight)
+        self.readout.constrain_()
+
+    def compile_blocks(self) -> None:
+        """Compiles the block once for all layers, in place; parameter names stay as they are."""
+        for block in self.blocks:
+            block.compile(dynamic=False, fullgraph=True)
+
+
+def build_stream(config: ModelConfig) -> ResidualStream:
+    """Builds the residual stream that ``config`` names."""
+    stream_class = RESIDUAL_STREAMS[config.residual]
+    options = {name: getattr(config, name) for name in stream_class.option_names}
+    if issubclass(stream_class, NormAgnosticStream):
+        used = config.readout is not None and config.readout.scale == "log_norm"
+        options["encode_gain"] = config.init_encode_gain if used else None
+    return stream_class(config.d_model, 2 * config.n_layers, **options)

@@ -1,0 +1,1 @@
+"""Modules: residual rules, readouts, attention and MLP sublayers."""

@@ -1,0 +1,102 @@
+"""The readout: from the end of the stream to logits, independent of the residual rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from nagnet.errors import UserError
+from nagnet.nn.precision import Float32Module
+from nagnet.nn.residual import centre_rows_
+from nagnet.ops import reference
+from nagnet.typing import Float
+
+
+@dataclass(frozen=True)
+class ReadoutConfig:
+    """How logits are formed from direction R [..., d] and log norm s [...]; every combination works with every rule.
+
+    Attributes:
+        rows: ``unit`` keeps the rows of the weight at zero mean and RMS 1, so that logits are cosines in [-1, 1]
+            before scaling; ``free`` leaves them alone.
+        scale: ``log_norm`` multiplies logits by exp(s) of each token (equation 18), ``learned`` by one trained
+            number, ``none`` by 1.
+        softcap: c of ``c tanh(logit / c)``, or None.
+    """
+
+    rows: Literal["free", "unit"] = "unit"
+    scale: Literal["log_norm", "learned", "none"] = "log_norm"
+    softcap: float | None = None
+
+    def __post_init__(self):
+        if self.rows not in ("free", "unit"):
+            raise UserError(f"readout rows {self.rows!r}: choose free or unit")
+        if self.scale not in ("log_norm", "learned", "none"):
+            raise UserError(f"readout scale {self.scale!r}: choose log_norm, learned or none")
+        if self.softcap is not None and not self.softcap > 0:
+            raise UserError(f"readout softcap {self.softcap}: give a positive number or none")
+
+
+CONFIDENCE_READOUT = ReadoutConfig(rows="unit", scale="log_norm")
+SOFTCAP_READOUT = ReadoutConfig(rows="free", scale="none", softcap=15.0)
+
+
+class Readout(Float32Module):
+    """Logits ``scale x <R, U_v>`` (rows free) or ``scale x cos(R, U_v)`` (rows of RMS 1), in float32.
+
+    The stream's direction has RMS 1 already; nothing here normalises it or the norm lane, since a norm before the
+    head would erase the confidence exp(s). The forward pass normalises no weights either: `constrain_` does, after
+    every optimizer step. The product runs in float32 under autocast too: a bfloat16 cosine loses three digits.
+
+    Args:
+        d_model: width d. vocab_size: V.
+        config: which readout.
+        weight: a parameter [V, d] to share (tied embeddings); by default a new one.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        vocab_size: int,
+        config: ReadoutConfig = CONFIDENCE_READOUT,
+        weight: nn.Parameter | None = None,
+    ):
+        super().__init__()
+        self.config = config
+        if weight is None:
+            weight = nn.Parameter(torch.empty(vocab_size, d_model, dtype=torch.float32))
+            nn.init.normal_(weight, std=0.02)
+        self.weight = weight
+        self.log_scale = nn.Parameter(torch.zeros((), dtype=torch.float32)) if config.scale == "learned" else None
+        self.constrain_()
+
+    def forward(self, direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]) -> Float[Tensor, "... v"]:
+        """Returns logits [..., V], float32 or wider."""
+        dtype = reference.compute_dtype(direction, self.weight)
+        scaled = direction.to(dtype)
+        if self.config.scale == "log_norm":
+            scaled = scaled * torch.exp(log_norm.to(dtype)).unsqueeze(-1)
+        elif self.log_scale is not None:
+            scaled = scaled * torch.exp(self.log_scale.to(dtype))
+        if self.config.rows == "unit":
+            scaled = scaled / direction.shape[-1]
+        with torch.autocast(device_type=direction.device.type, enabled=False):
+            logits = nn.functional.linear(scaled, self.weight.to(dtype))
+        if self.config.softcap is not None:
+            logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
+        return logits
+
+    @torch.no_grad()
+    def constrain_(self) -> None:
+        """Brings unit rows back to zero mean and RMS 1, in place; leaves free rows alone. A zero row stays zero."""
+        if self.config.rows != "unit":
+            return
+        centre_rows_(self.weight)
+        wide = self.weight.to(reference.compute_dtype(self.weight))
+        norm = wide.norm(dim=-1, keepdim=True)
+        scale = math.sqrt(wide.shape[-1]) / torch.where(norm > 0, norm, torch.ones_like(norm))
+        self.weight.copy_(wide * scale)

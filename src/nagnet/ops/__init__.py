@@ -1,0 +1,1 @@
+"""Mathematics of the residual stream without parameters."""

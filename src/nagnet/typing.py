@@ -1,0 +1,24 @@
+"""Array annotations that cost nothing at run time.
+
+Public signatures of ``ops`` and ``nn`` carry jaxtyping shapes. The base install needs torch alone, so where
+jaxtyping is absent the annotation falls back to the bare array type. The test suite checks the shapes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+else:
+    try:
+        from jaxtyping import Float, Int
+    except ImportError:
+
+        class _Unchecked:
+            def __class_getitem__(cls, item):
+                return item[0]
+
+        Float = Int = _Unchecked
+
+__all__ = ["Float", "Int"]
