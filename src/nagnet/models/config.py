@@ -64,11 +64,9 @@ class ModelConfig:
             )
         if not self.init_encode_gain > 0:
             raise UserError(f"init_encode_gain is {self.init_encode_gain}; it must be positive")
-        self._fill("n_kv_heads", self.n_heads)
-        self._fill("head_dim", self.d_model // self.n_heads)
-        self._fill("d_ff", 4 * self.d_model)
-        norm_agnostic = self.residual == "norm_agnostic"
-        self._fill("readout", CONFIDENCE_READOUT if norm_agnostic else SOFTCAP_READOUT)
+        for name, default in self._defaults().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         object.__setattr__(self, "sliding_windows", tuple(self.sliding_windows))
         if self.head_dim % 2 or self.head_dim < 2:
             raise UserError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
@@ -77,9 +75,15 @@ class ModelConfig:
         if any(window < 0 for window in self.sliding_windows):
             raise UserError(f"sliding_windows {self.sliding_windows}: give lengths of 1 or more, or 0 for all")
 
-    def _fill(self, name: str, default: Any) -> None:
-        if getattr(self, name) is None:
-            object.__setattr__(self, name, default)
+    def _defaults(self) -> dict[str, Any]:
+        """Values of the fields that follow from others where they are left at None."""
+        norm_agnostic = self.residual == "norm_agnostic"
+        return {
+            "n_kv_heads": self.n_heads,
+            "head_dim": self.d_model // self.n_heads,
+            "d_ff": 4 * self.d_model,
+            "readout": CONFIDENCE_READOUT if norm_agnostic else SOFTCAP_READOUT,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary of plain values that `from_dict` takes back."""
@@ -102,7 +106,9 @@ class ModelConfig:
         return cls(**values)
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with ``changes``; changing ``residual`` alone also moves to that rule's default readout."""
-        if "residual" in changes:
-            changes.setdefault("readout", None)
+        """A copy with ``changes``. Fields that stand at their default follow the change: a new ``residual`` brings
+        that rule's readout, a new ``d_model`` its ``d_ff``."""
+        for name, default in self._defaults().items():
+            if getattr(self, name) == default:
+                changes.setdefault(name, None)
         return dataclasses.replace(self, **changes)
