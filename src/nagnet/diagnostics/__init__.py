@@ -1,0 +1,1 @@
+"""Look inside a model: measurements of the residual stream, and the figures that show them."""
