@@ -14,7 +14,9 @@ from torch import Tensor
 
 from nagnet.typing import Float
 
-SPLIT_FLOOR = 1e-14  # t: added to a mean square before its logarithm or its inverse, so that zero stays finite
+SPLIT_FLOOR = (
+    1e-14  # t: added to a mean square before its logarithm or its inverse, so that zero stays finite
+)
 MODULATION_FLOOR = 1e-6  # smallest u: u^(beta-1) has no bound at 0 for beta < 1
 RMS_EPS = torch.finfo(torch.float32).eps
 BRANCH_EPS = 1e-6
@@ -36,7 +38,8 @@ def mean_square(x: Tensor) -> Tensor:
 def split(x: Float[Tensor, "... d"]) -> tuple[Float[Tensor, "... d"], Float[Tensor, "..."]]:
     """Splits a vector into direction and log norm (equations 3-5), exactly invertible by `merge`.
 
-    ``s = 0.5 log(mean(x^2) + t)``, ``R = x exp(-s)`` with t = 1e-14. A zero vector gives R = 0 and a finite s.
+    ``s = 0.5 log(mean(x^2) + t)``, ``R = x exp(-s)`` with t = 1e-14. A zero vector gives R = 0 and a finite s,
+    and passes its gradient on as it is: it has no direction whose change could be measured.
 
     Args:
         x: [..., d], any floating type.
@@ -46,8 +49,11 @@ def split(x: Float[Tensor, "... d"]) -> tuple[Float[Tensor, "... d"], Float[Tens
         or float64 for float64 input.
     """
     wide = x.to(compute_dtype(x))
-    log_norm = 0.5 * torch.log(mean_square(wide) + SPLIT_FLOOR)
-    return (wide * torch.exp(-log_norm)).to(x.dtype), log_norm.squeeze(-1)
+    power = mean_square(wide)
+    log_norm = 0.5 * torch.log(power + SPLIT_FLOOR)
+    # R = 0 whatever multiplies a zero vector; 1 keeps exp(-s) = 1e7 out of its gradient.
+    scale = torch.where(power == 0, torch.ones_like(power), torch.exp(-log_norm))
+    return (wide * scale).to(x.dtype), log_norm.squeeze(-1)
 
 
 def merge(direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]) -> Float[Tensor, "... d"]:
@@ -114,7 +120,8 @@ def rotate(
     Args:
         direction: R [..., d]; ``branch``: the sublayer's output F(R) [..., d].
         log_norm: s [...]; ``gain``: alpha m [...].
-        branch_eps: added to the branch's mean square before its inverse root (unit: branch squared).
+        branch_eps: added to the branch's mean square before its inverse root (unit: branch squared), at least
+            1e-14 so that a zero branch stays finite.
 
     Returns:
         direction R' [..., d] in the type of ``direction``, log norm s' [...] in float32 or wider.
@@ -124,8 +131,9 @@ def rotate(
     f = f - f.mean(dim=-1, keepdim=True)
     f = f - (f * unit).mean(dim=-1, keepdim=True) / (mean_square(unit) + SPLIT_FLOOR) * unit
     power = mean_square(f)
-    normal = f * torch.rsqrt(power + branch_eps)
-    growth = gain.square() * (power / (power + branch_eps))
+    damped = power + max(branch_eps, SPLIT_FLOOR)
+    normal = f * torch.rsqrt(damped)
+    growth = gain.square() * (power / damped)
     rotated = unit + gain * normal
     inverse_rms = torch.rsqrt(mean_square(rotated) + SPLIT_FLOOR)
     new_direction = rotated * torch.where(growth == 0, torch.ones_like(inverse_rms), inverse_rms)
