@@ -71,9 +71,13 @@ class ModelConfig:
         if self.head_dim % 2 or self.head_dim < 2:
             raise UserError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
         if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
-            raise UserError(f"n_kv_heads {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose a divisor")
+            raise UserError(
+                f"n_kv_heads {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose a divisor"
+            )
         if any(window < 0 for window in self.sliding_windows):
-            raise UserError(f"sliding_windows {self.sliding_windows}: give lengths of 1 or more, or 0 for all")
+            raise UserError(
+                f"sliding_windows {self.sliding_windows}: give lengths of 1 or more, or 0 for all"
+            )
 
     def _defaults(self) -> dict[str, Any]:
         """Values of the fields that follow from others where they are left at None."""
@@ -99,7 +103,9 @@ class ModelConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
-            raise UserError(f"unknown model config keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            raise UserError(
+                f"unknown model config keys {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+            )
         values = dict(values)
         if isinstance(values.get("readout"), dict):
             values["readout"] = ReadoutConfig(**values["readout"])

@@ -112,7 +112,15 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
             state, reading, gain = block(
-                state, reading, gain, updates[2 * index], updates[2 * index + 1], following, cos, sin, key_mask
+                state,
+                reading,
+                gain,
+                updates[2 * index],
+                updates[2 * index + 1],
+                following,
+                cos,
+                sin,
+                key_mask,
             )
         return state
 

@@ -46,7 +46,10 @@ def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, Attention):
-            inputs, factor = (("q_proj", module.q_proj), ("k_proj", module.k_proj), ("v_proj", module.v_proj)), 1.0
+            inputs, factor = (
+                (("q_proj", module.q_proj), ("k_proj", module.k_proj), ("v_proj", module.v_proj)),
+                1.0,
+            )
         elif isinstance(module, SquaredReLU | SwiGLU):
             inputs = tuple((child, layer) for child, layer in module.named_children() if child != "out_proj")
             factor = MLP_IN_FACTOR
@@ -55,7 +58,9 @@ def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
                 module.reset_parameters(named_generator(seed, name))
             continue
         for child, layer in inputs:
-            _uniform(layer.weight, factor / math.sqrt(layer.in_features), named_generator(seed, f"{name}.{child}"))
+            _uniform(
+                layer.weight, factor / math.sqrt(layer.in_features), named_generator(seed, f"{name}.{child}")
+            )
         if zero_projections:
             module.out_proj.weight.zero_()
         else:

@@ -57,7 +57,13 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_gain: float, window: int | None = None
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        qk_gain: float,
+        window: int | None = None,
     ):
         super().__init__()
         self.head_dim = head_dim

@@ -71,10 +71,14 @@ class Readout(Float32Module):
             weight = nn.Parameter(torch.empty(vocab_size, d_model, dtype=torch.float32))
             nn.init.normal_(weight, std=0.02)
         self.weight = weight
-        self.log_scale = nn.Parameter(torch.zeros((), dtype=torch.float32)) if config.scale == "learned" else None
+        self.log_scale = (
+            nn.Parameter(torch.zeros((), dtype=torch.float32)) if config.scale == "learned" else None
+        )
         self.constrain_()
 
-    def forward(self, direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]) -> Float[Tensor, "... v"]:
+    def forward(
+        self, direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]
+    ) -> Float[Tensor, "... v"]:
         """Returns logits [..., V], float32 or wider."""
         dtype = reference.compute_dtype(direction, self.weight)
         scaled = direction.to(dtype)

@@ -158,7 +158,9 @@ class NormAgnosticResidual(ResidualUpdate):
     ):
         super().__init__(d_model, update_index)
         if n_directions < 1 or branch_eps < 0:
-            raise UserError(f"n_directions={n_directions} must be 1 or more, branch_eps={branch_eps} 0 or more")
+            raise UserError(
+                f"n_directions={n_directions} must be 1 or more, branch_eps={branch_eps} 0 or more"
+            )
         self.branch_eps = branch_eps
         self.init_exponent = init_exponent
         self.modulator = Modulator(d_model, n_directions)
@@ -189,7 +191,9 @@ class NormAgnosticResidual(ResidualUpdate):
         m = self.modulator(state.direction)
         return (self.alpha * self.injection).to(m.dtype) * m
 
-    def write(self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None = None) -> NormAgnosticState:
+    def write(
+        self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None = None
+    ) -> NormAgnosticState:
         """Rotates the direction toward ``branch`` [..., d] by arctan(gain) and lets the norm lane grow.
 
         Args:
@@ -197,7 +201,9 @@ class NormAgnosticResidual(ResidualUpdate):
         """
         if gain is None:
             gain = self.gain(state)
-        return NormAgnosticState(*reference.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps))
+        return NormAgnosticState(
+            *reference.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps)
+        )
 
 
 class ResidualStream(Float32Module):

@@ -22,7 +22,9 @@ class RotaryTable(Float32Module):
     def __init__(self, head_dim: int, base: float, length: int):
         super().__init__()
         if head_dim % 2:
-            raise UserError(f"head_dim is {head_dim}; rotary embedding turns pairs, so choose an even head_dim")
+            raise UserError(
+                f"head_dim is {head_dim}; rotary embedding turns pairs, so choose an even head_dim"
+            )
         self.head_dim = head_dim
         self.base = base
         self.cos: Tensor
