@@ -1,0 +1,1 @@
+"""Text corpora, the byte-level tokenizer and the deterministic batch loader."""
