@@ -1,0 +1,141 @@
+"""Paired bootstrap between two models, area under ROC, and rank correlation."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from nagnet.errors import UserError
+from nagnet.evaluation.bits_per_byte import DocumentScores
+
+_MAX_DRAWS = 2_000_000  # draws held in memory at once
+
+
+@dataclass(frozen=True)
+class BootstrapResult:
+    """A difference with its percentile interval.
+
+    Attributes:
+        difference: Bits per byte of a minus that of b on all documents; negative where a is better.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        n_documents: Number of documents resampled.
+        confidence: Coverage of the interval, for example 0.95.
+    """
+
+    difference: float
+    low: float
+    high: float
+    n_documents: int
+    confidence: float
+
+
+def paired_bootstrap_bits_per_byte(
+    scores_a: DocumentScores,
+    scores_b: DocumentScores,
+    n_resamples: int = 2000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> BootstrapResult:
+    """Bootstrap the difference of two models in bits per byte over the documents both scored.
+
+    Documents are resampled, not tokens, since the tokens of one document are not independent. The interval
+    covers the choice of documents only, not the training seed.
+
+    Args:
+        scores_a: Scores of one model.
+        scores_b: Scores of the other on the same documents in the same order; its tokenizer may differ.
+        n_resamples: Number of resamples.
+        seed: Seed of the resampling.
+        confidence: Coverage of the interval, between 0 and 1.
+
+    Returns:
+        The difference a - b and its percentile interval.
+
+    Raises:
+        UserError: If the documents differ, there are fewer than two, or a number is out of range.
+    """
+    if scores_a.names != scores_b.names or not np.array_equal(scores_a.n_bytes, scores_b.n_bytes):
+        raise UserError(
+            f"the two models scored different documents ({len(scores_a.names)} and {len(scores_b.names)}, or "
+            "other names, order or bytes); evaluate both on the same documents"
+        )
+    n = len(scores_a.names)
+    if n < 2:
+        raise UserError(f"a bootstrap over {n} document says nothing; evaluate on at least 2 documents")
+    if n_resamples < 1 or not 0 < confidence < 1:
+        raise UserError(
+            f"n_resamples {n_resamples} must be at least 1 and confidence {confidence} between 0 and 1"
+        )
+    bits = (scores_a.nats - scores_b.nats) / math.log(2)
+    n_bytes = scores_a.n_bytes
+    random = np.random.default_rng(seed)
+    rows_at_once = max(1, _MAX_DRAWS // n)
+    differences = np.empty(n_resamples)
+    for start in range(0, n_resamples, rows_at_once):
+        stop = min(start + rows_at_once, n_resamples)
+        drawn = random.integers(n, size=(stop - start, n))
+        differences[start:stop] = bits[drawn].sum(axis=1) / n_bytes[drawn].sum(axis=1)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(differences, [tail, 1 - tail])
+    return BootstrapResult(float(bits.sum() / n_bytes.sum()), float(low), float(high), n, confidence)
+
+
+def area_under_roc(scores: ArrayLike, labels: ArrayLike) -> float:
+    """Probability that a positive scores above a negative, ties counting one half.
+
+    Args:
+        scores: Any real numbers, ``[n]``.
+        labels: True or 1 for positives, ``[n]``.
+
+    Returns:
+        0 to 1, 0.5 where all scores are equal; NaN if one class is absent or a score is NaN.
+
+    Raises:
+        UserError: If the lengths differ.
+    """
+    values, positive = _same_length(scores, labels)
+    positive = positive.astype(bool)
+    n_positive = int(positive.sum())
+    n_negative = len(values) - n_positive
+    if n_positive == 0 or n_negative == 0 or np.isnan(values).any():
+        return math.nan
+    rank_sum = _mid_ranks(values)[positive].sum()
+    return float((rank_sum - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative))
+
+
+def spearman(a: ArrayLike, b: ArrayLike) -> float:
+    """Spearman rank correlation with mid-ranks for ties.
+
+    Args:
+        a: Any real numbers, ``[n]``.
+        b: Any real numbers, ``[n]``.
+
+    Returns:
+        -1 to 1; NaN if one side is constant or holds a NaN, or n < 2.
+
+    Raises:
+        UserError: If the lengths differ.
+    """
+    first, second = _same_length(a, b)
+    if len(first) < 2 or np.isnan(first).any() or np.isnan(second).any():
+        return math.nan
+    x, y = _mid_ranks(first), _mid_ranks(second)
+    x, y = x - x.mean(), y - y.mean()
+    scale = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / scale if scale > 0 else math.nan
+
+
+def _same_length(a: ArrayLike, b: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Return both as flat float64 arrays."""
+    first, second = np.asarray(a, dtype=np.float64).ravel(), np.asarray(b, dtype=np.float64).ravel()
+    if len(first) != len(second):
+        raise UserError(f"the two lists have {len(first)} and {len(second)} values; give one pair per item")
+    return first, second
+
+
+def _mid_ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 1; equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
