@@ -20,7 +20,9 @@ HEAVY = ("torch", "numpy", "matplotlib", "tyro", "rich", "tokenizers")
 
 def run_nagnet(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "nagnet", *arguments]
-    return subprocess.run(command, text=True, stderr=subprocess.PIPE, timeout=120, **options)
+    # Unbuffered output, which some machines set for all programs, hides what goes wrong in a late flush.
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}
+    return subprocess.run(command, text=True, stderr=subprocess.PIPE, timeout=120, env=env, **options)
 
 
 @dataclass
