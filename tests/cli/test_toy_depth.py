@@ -12,9 +12,7 @@ def test_writes_the_figure_and_prints_the_decades(tmp_path, capsys):
     assert "-18.06 decades" in output and str(out / "toy_depth.png") in output
     assert (out / "toy_depth.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (out / "toy_depth.svg").read_bytes()
-    assert json.loads((out / "summary.json").read_text())["plain_decades"] == pytest.approx(
-        -18.0618, abs=1e-4
-    )
+    assert json.loads((out / "summary.json").read_text())["plain_decades"] == pytest.approx(-18.0618, abs=1e-4)
 
 
 def test_json_is_all_it_prints(tmp_path, capsys):

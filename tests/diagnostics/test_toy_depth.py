@@ -63,11 +63,7 @@ def test_figure_is_as_wide_as_promised_and_the_same_each_time(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         paths = save_figure(toy_depth_figure(result), folder, "toy")
-        assert (
-            [path.name for path in paths]
-            == ["toy.png", "toy.svg"]
-            == sorted(p.name for p in folder.iterdir())
-        )
+        assert [path.name for path in paths] == ["toy.png", "toy.svg"] == sorted(p.name for p in folder.iterdir())
         contents.append([path.read_bytes() for path in paths])
     assert contents[0] == contents[1]
     width = int.from_bytes(contents[0][0][16:20], "big")  # the PNG header's first field

@@ -6,9 +6,7 @@ from pathlib import Path
 from nagnet.errors import UserError
 
 MARKER = ".nagnet-run"
-_MARKER_TEXT = (
-    "This folder belongs to one run of nagnet. A command given --force may delete everything in it.\n"
-)
+_MARKER_TEXT = "This folder belongs to one run of nagnet. A command given --force may delete everything in it.\n"
 
 
 def claim_output_folder(path: Path, force: bool) -> Path:
@@ -46,13 +44,9 @@ def claim_output_folder(path: Path, force: bool) -> Path:
 
 def _check_replaceable(path: Path, force: bool) -> None:
     if not (path / MARKER).is_file():
-        raise UserError(
-            f"output folder {path} holds files that nagnet did not write; name a new or empty one"
-        )
+        raise UserError(f"output folder {path} holds files that nagnet did not write; name a new or empty one")
     if not force:
-        raise UserError(
-            f"output folder {path} holds another run; name a new one, or delete that run with --force"
-        )
+        raise UserError(f"output folder {path} holds another run; name a new one, or delete that run with --force")
 
 
 def _delete(entry: Path) -> None:

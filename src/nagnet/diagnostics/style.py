@@ -68,9 +68,7 @@ def arm_styles(arms: Iterable[str]) -> dict[str, LineStyle]:
     return styles
 
 
-def figure(
-    width_px: int = 1000, height_px: int = 560, rows: int = 1, columns: int = 1
-) -> tuple[Figure, list[Axes]]:
+def figure(width_px: int = 1000, height_px: int = 560, rows: int = 1, columns: int = 1) -> tuple[Figure, list[Axes]]:
     """An empty figure in the project's style.
 
     Args:
