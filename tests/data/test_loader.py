@@ -57,8 +57,7 @@ def test_targets_are_inputs_shifted_by_one_and_never_bos(packed):
 
 def test_an_epoch_holds_every_document_whole_in_a_new_order(packed):
     originals = {
-        tuple(packed.tokens[a:b].tolist())
-        for a, b in zip(packed.offsets[:-1], packed.offsets[1:], strict=True)
+        tuple(packed.tokens[a:b].tolist()) for a, b in zip(packed.offsets[:-1], packed.offsets[1:], strict=True)
     }
     orders = []
     for epoch in range(3):
@@ -165,10 +164,10 @@ def test_batches_are_quick():
     packed = PackedTokens(tokens, offsets, BOS, vocab_size=1000)
     loader = BatchLoader(packed, 32, 512, 0)
     loader.batch(0)
-    start = time.perf_counter()
+    start = time.process_time()
     for step in range(1, 11):
         loader.batch(step)
-    assert 10 * 32 * 512 / (time.perf_counter() - start) > 1e6
+    assert 10 * 32 * 512 / (time.process_time() - start) > 1e6
 
 
 TEXTS = ["hello hello hello", "<|endoftext|> world world", "é 漢", "hello world"]

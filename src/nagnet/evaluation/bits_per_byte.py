@@ -103,13 +103,7 @@ def evaluate_documents(
         for ids in tokenizer.encode_batch([document.text for document in documents])
     ]
     n_tokens = np.array([len(row) - 1 for row in rows], dtype=np.int64)
-    windows = [
-        _Window(i, start, min(start + seq_len, int(n)))
-        for i, n in enumerate(n_tokens)
-        for start in range(0, int(n), seq_len)
-    ]
-    # Longest first: almost all batches have the full length, and rows of one batch need little padding.
-    windows.sort(key=lambda window: window.start - window.stop)
+    windows = _cut_into_windows(n_tokens, seq_len)
     nats = np.zeros(len(documents), dtype=np.float64)
     for first in range(0, len(windows), batch_size):
         batch = windows[first : first + batch_size]
@@ -150,9 +144,18 @@ def _documents_within(documents: Sequence[Document], max_bytes: int) -> list[Doc
     return [document for index, document in enumerate(documents) if index in chosen]
 
 
-def _score_windows(
-    score: Score, rows: Sequence[np.ndarray], windows: Sequence[_Window], padding: int
-) -> np.ndarray:
+def _cut_into_windows(n_tokens: np.ndarray, seq_len: int) -> list[_Window]:
+    """Cut documents of so many tokens into windows of at most ``seq_len``, the longest windows first."""
+    windows = [
+        _Window(document, start, min(start + seq_len, n))
+        for document, n in enumerate(n_tokens.tolist())
+        for start in range(0, n, seq_len)
+    ]
+    # Almost all batches then have the full length, and rows of one batch need little padding.
+    return sorted(windows, key=lambda window: window.start - window.stop)
+
+
+def _score_windows(score: Score, rows: Sequence[np.ndarray], windows: Sequence[_Window], padding: int) -> np.ndarray:
     """Return the summed loss of each window in nats, float64 ``[len(windows)]``."""
     length = max(window.stop - window.start for window in windows)
     tokens = np.full((len(windows), length), padding, dtype=np.int64)
