@@ -25,16 +25,12 @@ def draw(seed: int, d_model: int, *scales: float) -> list[torch.Tensor]:
 def update(x: torch.Tensor, branch: torch.Tensor, gain: float, branch_eps: float = 1e-6) -> torch.Tensor:
     """The vector x' = exp(s') R' that one update makes of x."""
     direction, log_norm = reference.split(x)
-    return reference.merge(
-        *reference.rotate(direction, log_norm, branch, torch.full_like(log_norm, gain), branch_eps)
-    )
+    return reference.merge(*reference.rotate(direction, log_norm, branch, torch.full_like(log_norm, gain), branch_eps))
 
 
 def damping(x: torch.Tensor, branch: torch.Tensor, branch_eps: float = 1e-6) -> torch.Tensor:
     """q = mean(n^2) of the branch [...], by projections written out another way than in the reference."""
-    basis = torch.stack(
-        (x / x.norm(dim=-1, keepdim=True), torch.ones_like(x) / math.sqrt(x.shape[-1])), dim=-1
-    )
+    basis = torch.stack((x / x.norm(dim=-1, keepdim=True), torch.ones_like(x) / math.sqrt(x.shape[-1])), dim=-1)
     centred = branch - basis[..., 1] * (branch * basis[..., 1]).sum(-1, keepdim=True)
     outside = centred - basis[..., 0] * (centred * basis[..., 0]).sum(-1, keepdim=True)
     power = outside.square().sum(-1) / x.shape[-1]
@@ -71,9 +67,7 @@ def test_norm_grows_by_g(seed, d_model, gain, scale, branch_scale):
 def test_direction_turns_by_the_arctangent(seed, d_model, gain, scale):
     x, branch = draw(seed, d_model, scale, 1.0)
     turned = reference.angle(update(x, branch, gain), x)
-    torch.testing.assert_close(
-        turned, torch.atan(abs(gain) * damping(x, branch).sqrt()), rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(turned, torch.atan(abs(gain) * damping(x, branch).sqrt()), rtol=1e-6, atol=1e-6)
 
 
 @properties
@@ -84,9 +78,7 @@ def test_scaling_the_stream_moves_the_log_norm_alone(seed, d_model, gain, factor
     direction, log_norm = reference.rotate(*reference.split(x), branch, gains)
     scaled_direction, scaled_log_norm = reference.rotate(*reference.split(factor * x), branch, gains)
     torch.testing.assert_close(scaled_direction, direction, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(
-        scaled_log_norm - log_norm, torch.full_like(gains, math.log(factor)), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(scaled_log_norm - log_norm, torch.full_like(gains, math.log(factor)), rtol=0, atol=1e-6)
 
 
 @properties
@@ -104,9 +96,7 @@ def test_zero_mean_directions_stay_zero_mean(seed, d_model, gain, branch_scale):
     x, *branches = draw(seed, d_model, 1.0, *[branch_scale] * 6)
     direction, log_norm = reference.split(x - x.mean(-1, keepdim=True))
     for branch in branches:
-        direction, log_norm = reference.rotate(
-            direction, log_norm, branch + 5.0, torch.full_like(log_norm, gain)
-        )
+        direction, log_norm = reference.rotate(direction, log_norm, branch + 5.0, torch.full_like(log_norm, gain))
     assert direction.mean(-1).abs().max() < 1e-9
 
 

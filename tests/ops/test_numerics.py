@@ -48,9 +48,7 @@ def test_zero_branch_leaves_its_row_to_the_bit(rows, dtype):
 def test_zero_gain_leaves_its_row_to_the_bit(rows, dtype):
     direction, log_norm, branch, _ = rows(dtype)
     new_direction, new_log_norm = reference.rotate(direction, log_norm, branch + 1, torch.zeros(3))
-    assert torch.equal(bits(new_direction), bits(direction)) and torch.equal(
-        bits(new_log_norm), bits(log_norm)
-    )
+    assert torch.equal(bits(new_direction), bits(direction)) and torch.equal(bits(new_log_norm), bits(log_norm))
 
 
 @dtypes
@@ -70,9 +68,7 @@ def test_a_zero_branch_does_not_touch_the_gradients_of_other_rows(rows, dtype, g
     inputs = rows(dtype)
     upstream = torch.randn(3, 8, generator=generator).to(dtype), torch.randn(3, generator=generator)
     keep = torch.tensor([0, 2])
-    alone = gradients(
-        [tensor[keep].detach().requires_grad_() for tensor in inputs], [g[keep] for g in upstream]
-    )
+    alone = gradients([tensor[keep].detach().requires_grad_() for tensor in inputs], [g[keep] for g in upstream])
     for together, expected in zip(gradients(inputs, upstream), alone, strict=True):
         torch.testing.assert_close(together[keep], expected, rtol=1e-6, atol=1e-6)
 
@@ -99,9 +95,7 @@ def test_zero_stream_is_finite_both_ways(dtype):
     direction, log_norm = reference.split(x)
     assert not direction.any() and log_norm.isfinite().all()
     assert torch.equal(reference.merge(direction, log_norm), x)
-    (gradient,) = torch.autograd.grad(
-        (direction, log_norm), x, (torch.ones_like(direction), torch.ones_like(log_norm))
-    )
+    (gradient,) = torch.autograd.grad((direction, log_norm), x, (torch.ones_like(direction), torch.ones_like(log_norm)))
     assert gradient.isfinite().all() and gradient.float().norm() <= 1e4
 
 
@@ -130,9 +124,7 @@ def test_round_trip_in_fp32(generator, exponent):
     torch.testing.assert_close(reference.merge(*reference.split(x)), x, rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 0.01), (torch.float16, 0.002)], ids=["bf16", "fp16"]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.01), (torch.float16, 0.002)], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 1e4])
 def test_round_trip_in_16_bit(generator, dtype, tolerance, scale):
     x = (scale * torch.randn(4, 8, generator=generator).clamp(-3, 3)).to(dtype)
@@ -248,9 +240,7 @@ def test_narrow_streams(generator, d_model):
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (8,)], ids=["no-rows", "no-tokens", "one-vector"])
 def test_any_leading_shape(shape):
     direction, log_norm = reference.split(torch.randn(shape))
-    new_direction, new_log_norm = reference.rotate(
-        direction, log_norm, torch.randn(shape), torch.ones(shape[:-1])
-    )
+    new_direction, new_log_norm = reference.rotate(direction, log_norm, torch.randn(shape), torch.ones(shape[:-1]))
     assert new_direction.shape == shape and new_log_norm.shape == shape[:-1]
 
 

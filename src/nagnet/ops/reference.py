@@ -14,9 +14,7 @@ from torch import Tensor
 
 from nagnet.typing import Float
 
-SPLIT_FLOOR = (
-    1e-14  # t: added to a mean square before its logarithm or its inverse, so that zero stays finite
-)
+SPLIT_FLOOR = 1e-14  # t: added to a mean square before its logarithm or its inverse, so that zero stays finite
 MODULATION_FLOOR = 1e-6  # smallest u: u^(beta-1) has no bound at 0 for beta < 1
 RMS_EPS = torch.finfo(torch.float32).eps
 BRANCH_EPS = 1e-6
@@ -35,6 +33,11 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().mean(dim=-1, keepdim=True)
 
 
+def _one_where_zero(power: Tensor, scale: Tensor) -> Tensor:
+    """A zero vector is zero whatever multiplies it; 1 keeps 1e3 to 1e7 per norm out of its gradient."""
+    return torch.where(power == 0, torch.ones_like(scale), scale)
+
+
 def split(x: Float[Tensor, "... d"]) -> tuple[Float[Tensor, "... d"], Float[Tensor, "..."]]:
     """Splits a vector into direction and log norm (equations 3-5), exactly invertible by `merge`.
 
@@ -51,8 +54,7 @@ def split(x: Float[Tensor, "... d"]) -> tuple[Float[Tensor, "... d"], Float[Tens
     wide = x.to(compute_dtype(x))
     power = mean_square(wide)
     log_norm = 0.5 * torch.log(power + SPLIT_FLOOR)
-    # R = 0 whatever multiplies a zero vector; 1 keeps exp(-s) = 1e7 out of its gradient.
-    scale = torch.where(power == 0, torch.ones_like(power), torch.exp(-log_norm))
+    scale = _one_where_zero(power, torch.exp(-log_norm))
     return (wide * scale).to(x.dtype), log_norm.squeeze(-1)
 
 
@@ -69,11 +71,14 @@ def merge(direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]) -> 
 def rms_norm(x: Float[Tensor, "... d"], eps: float = RMS_EPS) -> Float[Tensor, "... d"]:
     """Scales the last axis to RMS 1, without an affine part: ``x / sqrt(mean(x^2) + eps)``.
 
+    A zero vector passes its gradient on as it is: a stack of norms would otherwise multiply it beyond any range.
+
     Returns:
         [..., d] in the type of ``x``.
     """
     wide = x.to(compute_dtype(x))
-    return (wide * torch.rsqrt(mean_square(wide) + eps)).to(x.dtype)
+    power = mean_square(wide)
+    return (wide * _one_where_zero(power, torch.rsqrt(power + eps))).to(x.dtype)
 
 
 def modulation(
@@ -115,7 +120,8 @@ def rotate(
     (q = 1 but for branches with an RMS near sqrt(branch_eps)); then ``R' ~ R + gain n`` at RMS 1 and
     ``s' = s + 0.5 log(1 + gain^2 q)``. R' is divided by its measured RMS, since the predicted one drifts in
     bfloat16. Where gain^2 q is 0 the direction is returned as it came, while its gradient is still that of the
-    rotation, so that a branch which starts at zero can leave it.
+    rotation, so that a branch which starts at zero can leave it. A zero branch on a zero stream passes its gradient
+    on as it is, times the gain.
 
     Args:
         direction: R [..., d]; ``branch``: the sublayer's output F(R) [..., d].
@@ -129,10 +135,11 @@ def rotate(
     dtype = compute_dtype(direction, branch, log_norm, gain)
     unit, f, gain = direction.to(dtype), branch.to(dtype), gain.to(dtype).unsqueeze(-1)
     f = f - f.mean(dim=-1, keepdim=True)
-    f = f - (f * unit).mean(dim=-1, keepdim=True) / (mean_square(unit) + SPLIT_FLOOR) * unit
+    length = mean_square(unit)
+    f = f - (f * unit).mean(dim=-1, keepdim=True) / (length + SPLIT_FLOOR) * unit
     power = mean_square(f)
     damped = power + max(branch_eps, SPLIT_FLOOR)
-    normal = f * torch.rsqrt(damped)
+    normal = f * _one_where_zero(length + power, torch.rsqrt(damped))
     growth = gain.square() * (power / damped)
     rotated = unit + gain * normal
     inverse_rms = torch.rsqrt(mean_square(rotated) + SPLIT_FLOOR)
