@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from nagnet.errors import UserError
 from nagnet.nn.precision import Float32Module
-from nagnet.nn.residual import centre_rows_
 from nagnet.ops import reference
 from nagnet.typing import Float
 
@@ -37,7 +36,7 @@ class ReadoutConfig:
             raise UserError(f"readout rows {self.rows!r}: choose free or unit")
         if self.scale not in ("log_norm", "learned", "none"):
             raise UserError(f"readout scale {self.scale!r}: choose log_norm, learned or none")
-        if self.softcap is not None and not self.softcap > 0:
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise UserError(f"readout softcap {self.softcap}: give a positive number or none")
 
 
@@ -71,14 +70,16 @@ class Readout(Float32Module):
             weight = nn.Parameter(torch.empty(vocab_size, d_model, dtype=torch.float32))
             nn.init.normal_(weight, std=0.02)
         self.weight = weight
-        self.log_scale = (
-            nn.Parameter(torch.zeros((), dtype=torch.float32)) if config.scale == "learned" else None
-        )
+        self.log_scale = nn.Parameter(torch.zeros((), dtype=torch.float32)) if config.scale == "learned" else None
         self.constrain_()
 
-    def forward(
-        self, direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]
-    ) -> Float[Tensor, "... v"]:
+    @torch.no_grad()
+    def reset_scale(self) -> None:
+        """Puts a learned scale back to 1."""
+        if self.log_scale is not None:
+            self.log_scale.zero_()
+
+    def forward(self, direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]) -> Float[Tensor, "... v"]:
         """Returns logits [..., V], float32 or wider."""
         dtype = reference.compute_dtype(direction, self.weight)
         scaled = direction.to(dtype)
@@ -96,11 +97,11 @@ class Readout(Float32Module):
 
     @torch.no_grad()
     def constrain_(self) -> None:
-        """Brings unit rows back to zero mean and RMS 1, in place; leaves free rows alone. A zero row stays zero."""
+        """Brings unit rows to zero mean and RMS 1, in place; leaves free rows alone. Constant rows become zero."""
         if self.config.rows != "unit":
             return
-        centre_rows_(self.weight)
         wide = self.weight.to(reference.compute_dtype(self.weight))
-        norm = wide.norm(dim=-1, keepdim=True)
-        scale = math.sqrt(wide.shape[-1]) / torch.where(norm > 0, norm, torch.ones_like(norm))
-        self.weight.copy_(wide * scale)
+        centred = wide - wide.mean(dim=-1, keepdim=True)
+        norm = centred.norm(dim=-1, keepdim=True)
+        constant = norm <= 1e-6 * wide.norm(dim=-1, keepdim=True)  # what is left of it is rounding error
+        self.weight.copy_(torch.where(constant, 0.0, centred * (math.sqrt(wide.shape[-1]) / norm)))
