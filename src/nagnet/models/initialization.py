@@ -10,10 +10,13 @@ from torch import nn
 
 from nagnet.nn.attention import Attention
 from nagnet.nn.mlp import SquaredReLU, SwiGLU
-from nagnet.nn.residual import ResidualUpdate
+from nagnet.nn.readout import Readout
+from nagnet.nn.residual import ResidualStream, ResidualUpdate
+from nagnet.nn.rotary import RotaryTable
 
 EMBEDDING_STD = 0.8
 READOUT_STD = 0.001
+TIED_STD = 0.02  # as readout rows, 0.8 would start a model with free rows at twice the loss of a guess
 MLP_IN_FACTOR = 0.4
 
 
@@ -29,15 +32,16 @@ def named_generator(seed: int, name: str) -> torch.Generator:
 @torch.no_grad()
 def _uniform(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
     bound = math.sqrt(3.0) * std
-    weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+    weight.copy_(torch.empty(weight.shape, device="cpu").uniform_(-bound, bound, generator=generator))
 
 
 @torch.no_grad()
 def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
-    """Draws every parameter of a `Decoder`, before any constraint.
+    """Draws every parameter of a `Decoder` but the rows of embedding and readout, and fills its buffers.
 
-    Embedding rows N(0, 0.8) and readout rows N(0, 0.001); queries, keys, values uniform with standard deviation
-    1/sqrt(d); MLP inputs 0.4 times that; output projections zero, or uniform with standard deviation
+    Works on storage that holds anything: a model built on the meta device and given memory by ``to_empty``.
+
+    Queries, keys, values uniform with standard deviation 1/sqrt(d); MLP inputs 0.4 times that; output projections zero, or uniform with standard deviation
     1/sqrt(fan-in) where the residual rule cannot start from zero branches (docs/mathematics.md, source: the
     walkthrough).
 
@@ -45,6 +49,10 @@ def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
         seed: of all draws. zero_projections: whether output projections start at zero.
     """
     for name, module in model.named_modules():
+        if isinstance(module, Attention | RotaryTable):
+            module.reset_buffers()
+        if isinstance(module, Readout):
+            module.reset_scale()
         if isinstance(module, Attention):
             inputs, factor = (
                 (("q_proj", module.q_proj), ("k_proj", module.k_proj), ("v_proj", module.v_proj)),
@@ -54,13 +62,11 @@ def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
             inputs = tuple((child, layer) for child, layer in module.named_children() if child != "out_proj")
             factor = MLP_IN_FACTOR
         else:
-            if isinstance(module, ResidualUpdate):
+            if isinstance(module, ResidualUpdate | ResidualStream):
                 module.reset_parameters(named_generator(seed, name))
             continue
         for child, layer in inputs:
-            _uniform(
-                layer.weight, factor / math.sqrt(layer.in_features), named_generator(seed, f"{name}.{child}")
-            )
+            _uniform(layer.weight, factor / math.sqrt(layer.in_features), named_generator(seed, f"{name}.{child}"))
         if zero_projections:
             module.out_proj.weight.zero_()
         else:
@@ -71,4 +77,4 @@ def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
 @torch.no_grad()
 def initialize_rows_(weight: torch.Tensor, std: float, seed: int, name: str) -> None:
     """Draws the rows of an embedding or readout [V, d] from N(0, std)."""
-    weight.copy_(torch.empty(weight.shape).normal_(std=std, generator=named_generator(seed, name)))
+    weight.copy_(torch.empty(weight.shape, device="cpu").normal_(std=std, generator=named_generator(seed, name)))

@@ -72,8 +72,16 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
         self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=False)
+        self.window: Tensor | None
         # A tensor and not a number, so that layers with different windows share one compiled block.
         self.register_buffer("window", None if window is None else torch.tensor(window), persistent=False)
+        self._window_length = window
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """Writes the window anew, where it was left empty."""
+        if self.window is not None:
+            self.window.fill_(self._window_length)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))

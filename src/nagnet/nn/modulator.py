@@ -34,7 +34,8 @@ class Modulator(Float32Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """W uniform with standard deviation 1/sqrt(d); b = a = 0; beta = 1. So m is about 1/2 everywhere."""
         bound = math.sqrt(3.0 / self.weight.shape[1])
-        self.weight.uniform_(-bound, bound, generator=generator)
+        draw = torch.empty_like(self.weight, device=self.weight.device if generator is None else generator.device)
+        self.weight.copy_(draw.uniform_(-bound, bound, generator=generator))
         self.bias.zero_()
         self.mixture.zero_()
         self.raw_beta.fill_(RAW_BETA_FOR_ONE)

@@ -13,6 +13,7 @@ replaces. A *stream* owns the updates of one model.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -158,9 +159,7 @@ class NormAgnosticResidual(ResidualUpdate):
     ):
         super().__init__(d_model, update_index)
         if n_directions < 1 or branch_eps < 0:
-            raise UserError(
-                f"n_directions={n_directions} must be 1 or more, branch_eps={branch_eps} 0 or more"
-            )
+            raise UserError(f"n_directions={n_directions} must be 1 or more, branch_eps={branch_eps} 0 or more")
         self.branch_eps = branch_eps
         self.init_exponent = init_exponent
         self.modulator = Modulator(d_model, n_directions)
@@ -172,9 +171,10 @@ class NormAgnosticResidual(ResidualUpdate):
     @torch.no_grad()
     def _reset_alpha(self) -> None:
         self.alpha.fill_(self.update_index**-self.init_exponent)
+        self.injection.fill_(1.0)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """alpha = l^-p; the modulator as its own ``reset_parameters`` says."""
+        """alpha = l^-p, injection 1; the modulator as its own ``reset_parameters`` says."""
         self._reset_alpha()
         self.modulator.reset_parameters(generator)
 
@@ -191,9 +191,7 @@ class NormAgnosticResidual(ResidualUpdate):
         m = self.modulator(state.direction)
         return (self.alpha * self.injection).to(m.dtype) * m
 
-    def write(
-        self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None = None
-    ) -> NormAgnosticState:
+    def write(self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None = None) -> NormAgnosticState:
         """Rotates the direction toward ``branch`` [..., d] by arctan(gain) and lets the norm lane grow.
 
         Args:
@@ -201,9 +199,7 @@ class NormAgnosticResidual(ResidualUpdate):
         """
         if gain is None:
             gain = self.gain(state)
-        return NormAgnosticState(
-            *reference.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps)
-        )
+        return NormAgnosticState(*reference.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps))
 
 
 class ResidualStream(Float32Module):
@@ -215,6 +211,7 @@ class ResidualStream(Float32Module):
         options: passed to every update of the rule.
     """
 
+    updates: Any  # nn.ModuleList of ResidualUpdate
     update_class: ClassVar[type[ResidualUpdate]]
     option_names: ClassVar[tuple[str, ...]] = ()  # fields of a model config that the updates take
     zero_init_projections: ClassVar[bool] = True  # whether a branch may start at zero and still train
@@ -224,6 +221,9 @@ class ResidualStream(Float32Module):
         self.updates = nn.ModuleList(
             self.update_class(d_model, update_index=index, **options) for index in range(1, n_updates + 1)
         )
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Puts the stream's own parameters, beside those of its updates, to their initial values; here none."""
 
     def begin(self, embedding: Float[Tensor, "... d"]) -> Any:
         """Starts the stream from token embeddings [..., d], brought to RMS 1 first."""
@@ -262,8 +262,15 @@ class NormAgnosticStream(ResidualStream):
 
     def __init__(self, d_model: int, n_updates: int, encode_gain: float | None = 1.0, **options: Any):
         super().__init__(d_model, n_updates, **options)
-        initial = None if encode_gain is None else torch.tensor(encode_gain, dtype=torch.float32).log()
-        self.log_encode_gain = None if initial is None else nn.Parameter(initial)
+        self.encode_gain = encode_gain
+        self.log_encode_gain = None if encode_gain is None else nn.Parameter(torch.empty((), dtype=torch.float32))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Puts G_encode to its initial value."""
+        if self.log_encode_gain is not None and self.encode_gain is not None:
+            self.log_encode_gain.fill_(math.log(self.encode_gain))
 
     def begin(self, embedding: Float[Tensor, "... d"]) -> NormAgnosticState:
         """Splits token embeddings [..., d]; ``s_0 = log rho + log G_encode``."""

@@ -22,15 +22,19 @@ class RotaryTable(Float32Module):
     def __init__(self, head_dim: int, base: float, length: int):
         super().__init__()
         if head_dim % 2:
-            raise UserError(
-                f"head_dim is {head_dim}; rotary embedding turns pairs, so choose an even head_dim"
-            )
+            raise UserError(f"head_dim is {head_dim}; rotary embedding turns pairs, so choose an even head_dim")
         self.head_dim = head_dim
         self.base = base
         self.cos: Tensor
         self.sin: Tensor
         self._build(length, torch.get_default_device())
 
+    def reset_buffers(self) -> None:
+        """Computes the tables anew, where they were left empty."""
+        self._build(self.cos.shape[0], self.cos.device)
+
+    # A table that grows in inference mode must still serve training.
+    @torch.inference_mode(False)
     def _build(self, length: int, device: torch.device) -> None:
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
         angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), self.base**-pairs)

@@ -1,0 +1,51 @@
+"""Small decoders that the tests of models share."""
+
+import pytest
+import torch
+
+from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
+from nagnet.nn.residual import RESIDUAL_STREAMS
+
+
+@pytest.fixture(params=RESIDUAL_STREAMS)
+def residual(request):
+    """The name of each residual rule."""
+    return request.param
+
+
+@pytest.fixture
+def small():
+    """Makes the config of a small model; keywords change it."""
+
+    def make(residual="norm_agnostic", **changes) -> ModelConfig:
+        shape = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_seq_len": 16, "n_directions": 3}
+        return ModelConfig(residual=residual, **(shape | changes))
+
+    return make
+
+
+@pytest.fixture
+def randomised(generator):
+    """Builds a decoder every parameter of which is random, so that no part of it is at rest."""
+
+    def make(config: ModelConfig, dtype=torch.float32) -> Decoder:
+        model = Decoder(config, seed=0).to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise / max(parameter.shape[-1], 4) ** 0.5 if parameter.dim() == 2 else 0.5 * noise)
+        model.constrain_()
+        return model
+
+    return make
+
+
+@pytest.fixture
+def tokens(generator):
+    return torch.randint(32, (2, 9), generator=generator)
+
+
+@pytest.fixture
+def targets(generator):
+    return torch.randint(32, (2, 9), generator=generator)
