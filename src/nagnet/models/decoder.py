@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
-from nagnet.models.initialization import EMBEDDING_STD, READOUT_STD, initialize_, initialize_rows_
+from nagnet.models.initialization import EMBEDDING_STD, READOUT_STD, TIED_STD, initialize_, initialize_rows_
 from nagnet.nn.attention import Attention
 from nagnet.nn.mlp import MLPS
+from nagnet.nn.precision import Float32Embedding
 from nagnet.nn.readout import Readout
 from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticStream, ResidualStream, ResidualUpdate
 from nagnet.nn.rotary import RotaryTable
@@ -32,12 +33,12 @@ class Block(nn.Module):
         self.attention = Attention(
             config.d_model,
             config.n_heads,
-            config.n_kv_heads or config.n_heads,
-            config.head_dim or config.d_model // config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
             config.qk_gain,
             window=windows[layer_index % len(windows)] if windows else None,
         )
-        self.mlp = MLPS[config.mlp](config.d_model, config.d_ff or 4 * config.d_model)
+        self.mlp = MLPS[config.mlp](config.d_model, config.d_ff)
 
     def forward(
         self,
@@ -71,12 +72,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, seed: int | None = None):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding = Float32Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
         self.stream = build_stream(config)
         shared = self.embedding.weight if config.tie_embeddings else None
         self.readout = Readout(config.d_model, config.vocab_size, config.readout, weight=shared)
-        self.rotary = RotaryTable(self.blocks[0].attention.head_dim, config.rope_base, config.max_seq_len)
+        self.rotary = RotaryTable(config.head_dim, config.rope_base, config.max_seq_len)
         if not self.embedding.weight.is_meta:
             self.initialize_(int(torch.randint(2**31, ())) if seed is None else seed)
             self.constrain_()
@@ -84,8 +85,9 @@ class Decoder(nn.Module):
     def initialize_(self, seed: int) -> None:
         """Draws all parameters anew, before any constraint: equal to the bit in every arm that has them."""
         initialize_(self, seed, self.stream.zero_init_projections)
-        initialize_rows_(self.embedding.weight, EMBEDDING_STD, seed, "embedding.weight")
-        if not self.config.tie_embeddings:
+        tied = self.config.tie_embeddings
+        initialize_rows_(self.embedding.weight, TIED_STD if tied else EMBEDDING_STD, seed, "embedding.weight")
+        if not tied:
             initialize_rows_(self.readout.weight, READOUT_STD, seed, "readout.weight")
 
     def trunk(self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None) -> Any:
@@ -107,7 +109,8 @@ class Decoder(nn.Module):
                 raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
         cos, sin = self.rotary(tokens.shape[1])
         updates = self.stream.updates
-        state = self.stream.begin(self.embedding(tokens))
+        embedded = self.embedding(tokens).to(self.blocks[0].mlp.up_proj.weight.dtype)
+        state = self.stream.begin(embedded)
         reading, gain = updates[0].read(state), updates[0].gain(state)
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
@@ -132,7 +135,7 @@ class Decoder(nn.Module):
         """Cross entropy of every target in nats [B, T]; 0 where the target is -100."""
         logits = self(tokens)
         return nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
+            logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED_TARGET, reduction="none"
         ).view_as(targets)
 
     def loss(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
@@ -160,6 +163,6 @@ def build_stream(config: ModelConfig) -> ResidualStream:
     stream_class = RESIDUAL_STREAMS[config.residual]
     options = {name: getattr(config, name) for name in stream_class.option_names}
     if issubclass(stream_class, NormAgnosticStream):
-        used = config.readout is not None and config.readout.scale == "log_norm"
+        used = config.readout.scale == "log_norm"
         options["encode_gain"] = config.init_encode_gain if used else None
     return stream_class(config.d_model, 2 * config.n_layers, **options)

@@ -21,3 +21,15 @@ class Float32Module(nn.Module):
             return result
 
         return super()._apply(keep_wide, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        """Widens 16-bit entries first: ``load_state_dict(assign=True)`` would take their type over."""
+        for name, own in (*self._parameters.items(), *self._buffers.items()):
+            value = state_dict.get(prefix + name)
+            if own is not None and value is not None and value.dtype in (torch.bfloat16, torch.float16):
+                state_dict[prefix + name] = value.float()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class Float32Embedding(Float32Module, nn.Embedding):
+    """A token table that stays float32, so that a readout may share it and its rows can be centred exactly."""
