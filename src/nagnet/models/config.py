@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from nagnet.errors import UserError
 from nagnet.nn.mlp import MLPS
 from nagnet.nn.readout import CONFIDENCE_READOUT, SOFTCAP_READOUT, ReadoutConfig
 from nagnet.nn.residual import RESIDUAL_STREAMS
+
+DERIVED: Any = None  # the value of a field follows from others
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,15 @@ class ModelConfig:
     n_heads: int = 4
     vocab_size: int = 2048
     max_seq_len: int = 1024
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
-    d_ff: int | None = None
+    n_kv_heads: int = DERIVED
+    head_dim: int = DERIVED
+    d_ff: int = DERIVED
     mlp: str = "relu_squared"
     rope_base: float = 100_000.0
     qk_gain: float = 1.2
     sliding_windows: tuple[int, ...] = ()
     tie_embeddings: bool = False
-    readout: ReadoutConfig | None = None
+    readout: ReadoutConfig = DERIVED
     n_directions: int = 32
     branch_eps: float = 1e-6
     init_exponent: float = 0.5
@@ -58,29 +61,30 @@ class ModelConfig:
         for name in ("d_model", "n_layers", "n_heads", "vocab_size", "max_seq_len", "n_directions"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.head_dim is None and self.d_model % self.n_heads:
+        if self.head_dim is DERIVED and self.d_model % self.n_heads:
             raise UserError(
                 f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; change one or set head_dim"
             )
-        if not self.init_encode_gain > 0:
-            raise UserError(f"init_encode_gain is {self.init_encode_gain}; it must be positive")
+        for name in ("rope_base", "qk_gain", "init_encode_gain"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be a positive number")
+        if not 0 <= self.branch_eps < math.inf:
+            raise UserError(f"branch_eps is {self.branch_eps}; it must be 0 or a positive number")
         for name, default in self._defaults().items():
-            if getattr(self, name) is None:
+            if getattr(self, name) is DERIVED:
                 object.__setattr__(self, name, default)
         object.__setattr__(self, "sliding_windows", tuple(self.sliding_windows))
+        if self.d_ff < 1:
+            raise UserError(f"d_ff is {self.d_ff}; it must be 1 or more")
         if self.head_dim % 2 or self.head_dim < 2:
             raise UserError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
         if self.n_kv_heads < 1 or self.n_heads % self.n_kv_heads:
-            raise UserError(
-                f"n_kv_heads {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose a divisor"
-            )
+            raise UserError(f"n_kv_heads {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose a divisor")
         if any(window < 0 for window in self.sliding_windows):
-            raise UserError(
-                f"sliding_windows {self.sliding_windows}: give lengths of 1 or more, or 0 for all"
-            )
+            raise UserError(f"sliding_windows {self.sliding_windows}: give lengths of 1 or more, or 0 for all")
 
     def _defaults(self) -> dict[str, Any]:
-        """Values of the fields that follow from others where they are left at None."""
+        """Values of the fields that follow from others where they are left at DERIVED."""
         norm_agnostic = self.residual == "norm_agnostic"
         return {
             "n_kv_heads": self.n_heads,
@@ -100,15 +104,11 @@ class ModelConfig:
         Raises:
             UserError: for an unknown key, naming it.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise UserError(
-                f"unknown model config keys {', '.join(unknown)}; known are {', '.join(sorted(known))}"
-            )
         values = dict(values)
         if isinstance(values.get("readout"), dict):
+            _refuse_unknown_keys(ReadoutConfig, values["readout"], "readout")
             values["readout"] = ReadoutConfig(**values["readout"])
+        _refuse_unknown_keys(cls, values, "model config")
         return cls(**values)
 
     def replace(self, **changes: Any) -> ModelConfig:
@@ -116,5 +116,12 @@ class ModelConfig:
         that rule's readout, a new ``d_model`` its ``d_ff``."""
         for name, default in self._defaults().items():
             if getattr(self, name) == default:
-                changes.setdefault(name, None)
+                changes.setdefault(name, DERIVED)
         return dataclasses.replace(self, **changes)
+
+
+def _refuse_unknown_keys(cls: type, values: dict[str, Any], what: str) -> None:
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UserError(f"unknown {what} keys {', '.join(unknown)}; known are {', '.join(sorted(known))}")
