@@ -49,10 +49,9 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int, convention: Conve
     counts = parameter_counts(config)
     parameters = counts["total"] - (0 if config.tie_embeddings else counts["embedding"])
     windows = config.sliding_windows or (0,)
-    width = config.n_heads * (config.head_dim or 0)
+    width = config.n_heads * config.head_dim
     attention = sum(
-        4 * width * mean_context(seq_len, windows[layer % len(windows)], convention)
-        for layer in range(config.n_layers)
+        4 * width * mean_context(seq_len, windows[layer % len(windows)], convention) for layer in range(config.n_layers)
     )
     return round(2 * parameters + attention)
 

@@ -1,0 +1,80 @@
+"""Models on disk: safetensors for the parameters, JSON for the config. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from nagnet.errors import UserError
+from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+_TIED = "readout.weight"  # shares the embedding's storage in a tied model; written once
+
+
+def _safetensors():
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise UserError("models are stored with safetensors: pip install 'nagnet[train]'") from error
+    return safetensors
+
+
+def save_model(model: Decoder, folder: str | Path) -> Path:
+    """Writes ``config.json`` and ``model.safetensors``, each complete or not at all.
+
+    Args:
+        model: compiled or not; parameter names are the same. folder: made if missing.
+
+    Returns:
+        The folder.
+    """
+    safetensors, folder = _safetensors(), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del tensors[_TIED]
+    payload = {
+        WEIGHTS_FILE: safetensors.torch.save(tensors),
+        CONFIG_FILE: (json.dumps(model.config.to_dict(), indent=2) + "\n").encode(),
+    }
+    for name, content in payload.items():  # the config last: its presence says that the weights are complete
+        partial = folder / f".{name}.partial"
+        try:
+            partial.write_bytes(content)
+            os.replace(partial, folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+    return folder
+
+
+def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Decoder:
+    """Reads a model that `save_model` wrote.
+
+    Raises:
+        UserError: if a file is missing or damaged, or the weights do not fit the config.
+    """
+    safetensors, folder = _safetensors(), Path(folder)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} holds no {name}; name a folder that save_model wrote")
+    try:
+        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    except (json.JSONDecodeError, UnicodeDecodeError, safetensors.SafetensorError) as error:
+        raise UserError(f"{folder} is damaged ({error}); save the model again") from error
+    model = Decoder(ModelConfig.from_dict(values), seed=0)
+    if model.config.tie_embeddings and "embedding.weight" in tensors:
+        tensors[_TIED] = tensors["embedding.weight"]
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        problem = " ".join(str(error).split())
+        raise UserError(f"{folder}: the weights do not fit the config: {problem}") from error
+    return model.to(device)
