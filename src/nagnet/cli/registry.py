@@ -18,6 +18,15 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "nagnet.cli.demo",
+        "Train a norm-agnostic model and its pre-norm twin, show the difference",
+        "train,report",
+    ),
+    "compare": Command(
+        "nagnet.cli.compare", "Compare residual rules on the same batches and FLOPs", "train,report"
+    ),
+    "recipes": Command("nagnet.cli.recipes", "List the named experiments"),
     "toy-depth": Command(
         "nagnet.cli.toy_depth",
         "Show how 60 random layers shrink a vector without a residual stream",

@@ -1,0 +1,1 @@
+"""Training: optimizers by role, schedules, the loop, and matched comparisons."""

@@ -1,0 +1,145 @@
+"""Every parameter has one role, and Muon here is torch's Muon."""
+
+import pytest
+import torch
+from torch import nn
+
+from nagnet.errors import UserError
+from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
+from nagnet.nn.readout import ReadoutConfig
+from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticResidual
+from nagnet.training.optimizer import (
+    Muon,
+    OptimizerConfig,
+    build_optimizers,
+    constrain_after_step,
+    describe_groups,
+    orthogonalize,
+    parameter_groups,
+    parameter_roles,
+)
+
+TINY = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=16, n_directions=3)
+
+
+@pytest.mark.parametrize("residual", list(RESIDUAL_STREAMS))
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_parameter_is_in_exactly_one_group(residual, tied):
+    model = Decoder(TINY.replace(residual=residual, tie_embeddings=tied), seed=0)
+    grouped = [id(p) for group in parameter_groups(model) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+
+
+def test_only_sublayer_weights_are_matrices():
+    roles = parameter_roles(Decoder(TINY, seed=0))
+    assert {name.split(".")[0] for name, role in roles.items() if role == "matrix"} == {"blocks"}
+    assert all(role == "gate" for name, role in roles.items() if name.startswith("stream.updates"))
+    assert roles["embedding.weight"] == "embedding"
+    assert roles["readout.weight"] == "head"
+    assert roles["stream.log_encode_gain"] == "scalar"
+
+
+def test_tied_head_never_reaches_muon():
+    optimizers = build_optimizers(Decoder(TINY.replace(tie_embeddings=True), seed=0), OptimizerConfig())
+    muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
+    assert all(name.startswith("blocks.") for group in muon.param_groups for name in group["names"])
+
+
+def test_roles_in_a_foreign_model():
+    model = nn.Module()
+    model.wte = nn.Embedding(40, 8)
+    model.attn = nn.Linear(8, 8)
+    model.residual = NormAgnosticResidual(8, update_index=1, n_directions=2)
+    model.lm_head = nn.Linear(8, 40, bias=False)
+    roles = parameter_roles(model)
+    assert roles["lm_head.weight"] == "head"
+    assert roles["attn.weight"] == "matrix"
+    assert roles["attn.bias"] == "scalar"
+    assert roles["residual.modulator.weight"] == "gate"
+
+
+def test_gates_and_scalars_are_not_decayed_unless_asked():
+    decay = {g["role"]: g.get("weight_decay") for g in parameter_groups(Decoder(TINY, seed=0))}
+    assert decay["gate"] == decay["scalar"] == 0.0
+    asked = parameter_groups(Decoder(TINY, seed=0), gate={"weight_decay": 0.1})
+    assert next(g for g in asked if g["role"] == "gate")["weight_decay"] == 0.1
+
+
+def test_unknown_role_is_named():
+    with pytest.raises(UserError, match="gates.*gate"):
+        parameter_groups(Decoder(TINY, seed=0), gates={"lr": 1.0})
+
+
+@pytest.mark.parametrize(("rows", "rate"), [("unit", 0.1), ("free", 0.02)])
+def test_head_rate_fits_the_size_of_its_rows(rows, rate):
+    model = Decoder(TINY.replace(readout=ReadoutConfig(rows=rows)), seed=0)
+    table = describe_groups(build_optimizers(model, OptimizerConfig(unit_head_lr=0.1, free_head_lr=0.02)))
+    assert next(row for row in table if row["role"] == "head")["lr"] == rate
+
+
+def _matrices():
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(12, 8), (12, 8), (8, 12), (8, 8)]
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    grads = [torch.randn(shape, generator=generator) for shape in shapes]
+    return parameters, grads
+
+
+@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
+def test_muon_follows_torch_muon_up_to_its_bfloat16(adjust):
+    ours, grads = _matrices()
+    theirs, _ = _matrices()
+    options = {"lr": 0.1, "weight_decay": 0.2, "momentum": 0.9, "adjust_lr_fn": adjust}
+    optimizers = (Muon(ours, **options), torch.optim.Muon(theirs, **options))
+    for parameters, optimizer in zip((ours, theirs), optimizers, strict=True):
+        for factor in (1.0, -0.5, 0.3):
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad * factor
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        # The reference iterates in bfloat16 (8 bits): a few percent of an update of size 0.1.
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0)
+
+
+def test_matrices_of_one_shape_are_orthogonalised_each_by_itself():
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 6, 10, generator=generator) * torch.tensor([1.0, 1e3, 1e-3]).view(3, 1, 1)
+    together = orthogonalize(stack, (3.4445, -4.775, 2.0315), 5, 1e-7)
+    for index in range(3):
+        alone = orthogonalize(stack[index : index + 1], (3.4445, -4.775, 2.0315), 5, 1e-7)[0]
+        torch.testing.assert_close(together[index], alone, atol=1e-5, rtol=1e-5)
+        singular = torch.linalg.svdvals(alone)
+        assert singular.min() > 0.3 and singular.max() < 1.5
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12], ids=["zero", "tiny"])
+def test_vanishing_gradients_leave_muon_finite(scale):
+    parameters, grads = _matrices()
+    optimizer = Muon(parameters, lr=0.1)
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad * scale
+    optimizer.step()
+    assert all(p.isfinite().all() for p in parameters)
+
+
+def test_parameter_without_gradient_stays():
+    parameters, grads = _matrices()
+    before = parameters[1].detach().clone()
+    parameters[0].grad = grads[0]
+    Muon(parameters, lr=0.1).step()
+    assert torch.equal(parameters[1], before)
+
+
+def test_constrain_after_step_keeps_rows_where_they_belong():
+    model = Decoder(TINY, seed=0)
+    optimizers = build_optimizers(model, OptimizerConfig())
+    constrain_after_step(model, *optimizers)
+    tokens = torch.randint(32, (2, 9))
+    for _ in range(2):
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.embedding.weight.mean(dim=-1).abs().max() < 1e-6
+    torch.testing.assert_close(model.readout.weight.square().mean(dim=-1), torch.ones(32))
