@@ -13,9 +13,7 @@ from nagnet.evaluation.bits_per_byte import DocumentScores, bits_per_byte, evalu
 
 DOCUMENTS = [
     Document(f"{i}.txt", text)
-    for i, text in enumerate(
-        ["ab", "", "é", "hello <|endoftext|> world " * 9, "漢字🙂\0", "x" * 70, "the end"]
-    )
+    for i, text in enumerate(["ab", "", "é", "hello <|endoftext|> world " * 9, "漢字🙂\0", "x" * 70, "the end"])
 ]
 
 

@@ -71,6 +71,7 @@ def test_only_the_same_documents_in_the_same_order_can_be_compared():
     a = scores([1, 2], [10, 20], ["x", "y"])
     for other in (
         scores([2, 1], [20, 10], ["y", "x"]),
+        scores([1, 2], [10, 20], ["y", "x"]),
         scores([1, 2], [10, 21], ["x", "y"]),
         scores([1, 2, 3], [10, 20, 30]),
     ):

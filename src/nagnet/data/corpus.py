@@ -93,9 +93,7 @@ def hash_documents(documents: Iterable[Document]) -> str:
     return digest.hexdigest()
 
 
-def split_documents(
-    documents: Iterable[Document], source: str, dropped: Mapping[str, int] | None = None
-) -> Corpus:
+def split_documents(documents: Iterable[Document], source: str, dropped: Mapping[str, int] | None = None) -> Corpus:
     """Split documents into a training and a held-out part by a hash of their names.
 
     A document stays on its side when others are added or removed, and the order does not matter. Only when no
@@ -202,9 +200,7 @@ def read_corpus(path: str | Path) -> Corpus:
         raise UserError(f"{path} is not UTF-8 text ({reason}); convert it or give another file")
     pieces = _cut_into_pieces(text)
     documents = [
-        Document(f"{path.name}#{number:04d}", piece)
-        for number, piece in enumerate(pieces, start=1)
-        if piece.strip()
+        Document(f"{path.name}#{number:04d}", piece) for number, piece in enumerate(pieces, start=1) if piece.strip()
     ]
     return split_documents(documents, str(path), +Counter(empty=len(pieces) - len(documents)))
 

@@ -149,9 +149,7 @@ class Tokenizer:
         try:
             write_atomically(Path(path), self._backend.to_str().encode())
         except OSError as error:
-            raise UserError(
-                f"cannot write tokenizer {path}: {error.strerror}; choose another folder"
-            ) from error
+            raise UserError(f"cannot write tokenizer {path}: {error.strerror}; choose another folder") from error
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":

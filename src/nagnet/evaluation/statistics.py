@@ -65,9 +65,7 @@ def paired_bootstrap_bits_per_byte(
     if n < 2:
         raise UserError(f"a bootstrap over {n} document says nothing; evaluate on at least 2 documents")
     if n_resamples < 1 or not 0 < confidence < 1:
-        raise UserError(
-            f"n_resamples {n_resamples} must be at least 1 and confidence {confidence} between 0 and 1"
-        )
+        raise UserError(f"n_resamples {n_resamples} must be at least 1 and confidence {confidence} between 0 and 1")
     bits = (scores_a.nats - scores_b.nats) / math.log(2)
     n_bytes = scores_a.n_bytes
     random = np.random.default_rng(seed)
