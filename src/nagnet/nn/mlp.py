@@ -15,7 +15,7 @@ class SquaredReLU(nn.Module):
         self.up_proj = nn.Linear(d_model, d_ff, bias=False)
         self.out_proj = nn.Linear(d_ff, d_model, bias=False)
 
-    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return self.out_proj(nn.functional.relu(self.up_proj(x)).square())
 
 
@@ -28,7 +28,7 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
         self.out_proj = nn.Linear(d_ff, d_model, bias=False)
 
-    def forward(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+    def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         return self.out_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

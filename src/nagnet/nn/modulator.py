@@ -40,6 +40,6 @@ class Modulator(Float32Module):
         self.mixture.zero_()
         self.raw_beta.fill_(RAW_BETA_FOR_ONE)
 
-    def forward(self, direction: Float[Tensor, "... d"]) -> Float[Tensor, "..."]:
+    def forward(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Returns m [...] in [0, 1], float32 or wider."""
         return reference.modulation(direction, self.weight, self.bias, self.mixture, self.raw_beta)

@@ -78,7 +78,7 @@ class ResidualUpdate(Float32Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws the initial parameters; these rules have none."""
 
-    def begin(self, x: Float[Tensor, "... d"]) -> Any:
+    def begin(self, x: Float[Tensor, "*batch d"]) -> Any:
         """Starts a stream from a vector [..., d]; ``begin(x).merge()`` is x."""
         return VectorState(x)
 
@@ -178,7 +178,7 @@ class NormAgnosticResidual(ResidualUpdate):
         self._reset_alpha()
         self.modulator.reset_parameters(generator)
 
-    def begin(self, x: Float[Tensor, "... d"]) -> NormAgnosticState:
+    def begin(self, x: Float[Tensor, "*batch d"]) -> NormAgnosticState:
         """Splits a vector [..., d] of any scale into direction and log norm (equations 3-5)."""
         return NormAgnosticState(*reference.split(x))
 
@@ -186,7 +186,7 @@ class NormAgnosticResidual(ResidualUpdate):
         """The direction R [..., d]: a sublayer never sees the norm."""
         return state.direction
 
-    def gain(self, state: NormAgnosticState) -> Float[Tensor, "..."]:
+    def gain(self, state: NormAgnosticState) -> Float[Tensor, "*batch"]:
         """``alpha m`` times the injection scale [...], float32 or wider: the tangent of the coming rotation."""
         m = self.modulator(state.direction)
         return (self.alpha * self.injection).to(m.dtype) * m
@@ -225,7 +225,7 @@ class ResidualStream(Float32Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Puts the stream's own parameters, beside those of its updates, to their initial values; here none."""
 
-    def begin(self, embedding: Float[Tensor, "... d"]) -> Any:
+    def begin(self, embedding: Float[Tensor, "*batch d"]) -> Any:
         """Starts the stream from token embeddings [..., d], brought to RMS 1 first."""
         return self.updates[0].begin(reference.rms_norm(embedding))
 
@@ -272,7 +272,7 @@ class NormAgnosticStream(ResidualStream):
         if self.log_encode_gain is not None and self.encode_gain is not None:
             self.log_encode_gain.fill_(math.log(self.encode_gain))
 
-    def begin(self, embedding: Float[Tensor, "... d"]) -> NormAgnosticState:
+    def begin(self, embedding: Float[Tensor, "*batch d"]) -> NormAgnosticState:
         """Splits token embeddings [..., d]; ``s_0 = log rho + log G_encode``."""
         state = self.updates[0].begin(embedding)
         if self.log_encode_gain is None:

@@ -38,7 +38,7 @@ def _one_where_zero(power: Tensor, scale: Tensor) -> Tensor:
     return torch.where(power == 0, torch.ones_like(scale), scale)
 
 
-def split(x: Float[Tensor, "... d"]) -> tuple[Float[Tensor, "... d"], Float[Tensor, "..."]]:
+def split(x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch"]]:
     """Splits a vector into direction and log norm (equations 3-5), exactly invertible by `merge`.
 
     ``s = 0.5 log(mean(x^2) + t)``, ``R = x exp(-s)`` with t = 1e-14. A zero vector gives R = 0 and a finite s,
@@ -58,7 +58,7 @@ def split(x: Float[Tensor, "... d"]) -> tuple[Float[Tensor, "... d"], Float[Tens
     return (wide * scale).to(x.dtype), log_norm.squeeze(-1)
 
 
-def merge(direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]) -> Float[Tensor, "... d"]:
+def merge(direction: Float[Tensor, "*batch d"], log_norm: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch d"]:
     """Joins direction and log norm into the vector ``exp(s) R``, the inverse of `split`.
 
     Returns:
@@ -68,7 +68,7 @@ def merge(direction: Float[Tensor, "... d"], log_norm: Float[Tensor, "..."]) -> 
     return (wide * torch.exp(log_norm).unsqueeze(-1)).to(direction.dtype)
 
 
-def rms_norm(x: Float[Tensor, "... d"], eps: float = RMS_EPS) -> Float[Tensor, "... d"]:
+def rms_norm(x: Float[Tensor, "*batch d"], eps: float = RMS_EPS) -> Float[Tensor, "*batch d"]:
     """Scales the last axis to RMS 1, without an affine part: ``x / sqrt(mean(x^2) + eps)``.
 
     A zero vector passes its gradient on as it is: a stack of norms would otherwise multiply it beyond any range.
@@ -82,12 +82,12 @@ def rms_norm(x: Float[Tensor, "... d"], eps: float = RMS_EPS) -> Float[Tensor, "
 
 
 def modulation(
-    direction: Float[Tensor, "... d"],
+    direction: Float[Tensor, "*batch d"],
     weight: Float[Tensor, "c d"],
     bias: Float[Tensor, " c"],
     mixture: Float[Tensor, " c"],
     raw_beta: Float[Tensor, ""],
-) -> Float[Tensor, "..."]:
+) -> Float[Tensor, "*batch"]:
     """Share of the allowed rotation that each token uses (equation 13): ``m = u^beta`` in [0, 1].
 
     ``u = sum_i softmax(a)_i sigmoid(<R, w_i> + b_i)``, clamped to [1e-6, 1], and ``beta = softplus(raw) > 0``.
@@ -108,12 +108,12 @@ def modulation(
 
 
 def rotate(
-    direction: Float[Tensor, "... d"],
-    log_norm: Float[Tensor, "..."],
-    branch: Float[Tensor, "... d"],
-    gain: Float[Tensor, "..."],
+    direction: Float[Tensor, "*batch d"],
+    log_norm: Float[Tensor, "*batch"],
+    branch: Float[Tensor, "*batch d"],
+    gain: Float[Tensor, "*batch"],
     branch_eps: float = BRANCH_EPS,
-) -> tuple[Float[Tensor, "... d"], Float[Tensor, "..."]]:
+) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch"]]:
     """Applies one sublayer's output as a rotation of size ``gain`` (equations 10-12 and 14-17).
 
     The branch is centred, made orthogonal to the direction and normalised to n with mean(n^2) = q in [0, 1)
@@ -148,7 +148,7 @@ def rotate(
     return new_direction.to(direction.dtype), new_log_norm
 
 
-def angle(a: Float[Tensor, "... d"], b: Float[Tensor, "... d"]) -> Float[Tensor, "..."]:
+def angle(a: Float[Tensor, "*batch d"], b: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     """Angle between two directions in radians, by atan2 of the chords: exact near 0 and near pi, never NaN.
 
     Args:
