@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+PIPED_WIDTH = 110  # characters, where the output is not a terminal
 
 
 def print_table(summary: dict[str, Any]) -> None:
@@ -27,7 +30,7 @@ def print_table(summary: dict[str, Any]) -> None:
             f"{arm['median_step_seconds'] * 1000:.0f} ms ({ratio:.2f} x)",
             f"{arm['peak_memory_bytes'] / 2**20:,.0f} MiB",
         )
-    Console(soft_wrap=True).print(table)
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
     for row in summary["differences"]:
         print(
             f"{row['arm_a']} - {row['arm_b']}: {row['bits_per_byte']:+.4f} bits per byte, "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nagnet.data.corpus import Corpus
-from nagnet.data.files import write_atomically
+from nagnet.data.files import default_cache_dir, write_atomically
 from nagnet.data.loader import BatchLoader, encode_documents
 from nagnet.data.tokenizer import Tokenizer, cached_tokenizer
 from nagnet.diagnostics.probe import measuring
@@ -98,7 +98,7 @@ class Comparison:
                 f"arms differ outside the residual rule in {'; '.join(differences)}; allow it explicitly"
             )
         self.tokenizer: Tokenizer = cached_tokenizer(self.corpus, self.config.model.vocab_size)
-        packed = encode_documents(self.corpus.train, self.tokenizer)
+        packed = encode_documents(self.corpus.train, self.tokenizer, cache_dir=default_cache_dir())
         loader = BatchLoader(packed, self.config.batch_size, self.config.seq_len, self.config.seed)
         self.trainers = {
             name: Trainer(name, self.config, model, loader, self.device, self.dtype)
@@ -196,7 +196,7 @@ class Comparison:
             "tokenizer_hash": self.tokenizer.content_hash,
             "budget": {"flops": self.config.flops, "convention": self.config.convention},
             "arms": {name: self._arm_summary(name, scores.get(name)) for name in self.arms},
-            "difference": _difference(first, others[0], scores) if scores else None,
+            "differences": [_difference(first, other, scores) for other in others] if scores else [],
             "seed": self.config.seed,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -77,7 +77,7 @@ def write_comparison_report(comparison: Comparison, summary: dict[str, Any]) -> 
         paths = {path.suffix: path for path in save_figure(fig, comparison.out / "figures", name)}
         shown.append((title, caption, paths[".svg"].read_bytes()))
     path = comparison.out / "report.html"
-    write_report(path, f"{comparison.recipe}: {' against '.join(models)}", summary, shown)
+    write_report(path, f"{comparison.recipe}: {' against '.join(models)}", summary | {"difference": summary["differences"][0]}, shown)
     return path
 
 
