@@ -69,7 +69,7 @@ def test_kv_heads_save_projections_but_no_scores(small):
 @pytest.mark.parametrize("seq_len", [1, 5, 16])
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
 def test_causal_context_by_counting(seq_len, window):
-    seen = [sum(0 <= t - j and (window == 0 or t - j < window) for j in range(seq_len)) for t in range(seq_len)]
+    seen = [sum(t - j >= 0 and (window == 0 or t - j < window) for j in range(seq_len)) for t in range(seq_len)]
     assert mean_context(seq_len, window, "causal") == pytest.approx(sum(seen) / seq_len)
 
 

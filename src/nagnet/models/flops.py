@@ -19,7 +19,7 @@ TRAINING_FACTOR = 3
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part: ``total``, ``embedding``, ``readout`` (0 if tied), ``residual`` (the rule's own), ``blocks``."""
+    """Parameters by part: ``total``, ``embedding``, ``readout`` (0 if tied), ``residual`` (of the rule), ``blocks``."""
     with torch.device("meta"):
         model = Decoder(config)
     counts = {

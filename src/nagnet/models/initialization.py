@@ -41,9 +41,9 @@ def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
 
     Works on storage that holds anything: a model built on the meta device and given memory by ``to_empty``.
 
-    Queries, keys, values uniform with standard deviation 1/sqrt(d); MLP inputs 0.4 times that; output projections zero, or uniform with standard deviation
-    1/sqrt(fan-in) where the residual rule cannot start from zero branches (docs/mathematics.md, source: the
-    walkthrough).
+    Queries, keys, values uniform with standard deviation 1/sqrt(d); MLP inputs 0.4 times that; output projections
+    zero, or uniform with standard deviation 1/sqrt(fan-in) where the residual rule cannot start from zero branches
+    (docs/mathematics.md, source: the walkthrough).
 
     Args:
         seed: of all draws. zero_projections: whether output projections start at zero.

@@ -79,7 +79,9 @@ class Readout(Float32Module):
         if self.log_scale is not None:
             self.log_scale.zero_()
 
-    def forward(self, direction: Float[Tensor, "*batch d"], log_norm: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch v"]:
+    def forward(
+        self, direction: Float[Tensor, "*batch d"], log_norm: Float[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch v"]:
         """Returns logits [..., V], float32 or wider."""
         dtype = reference.compute_dtype(direction, self.weight)
         scaled = direction.to(dtype)
