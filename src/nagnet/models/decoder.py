@@ -54,8 +54,8 @@ class Block(nn.Module):
     ) -> tuple[Any, Tensor | None, Tensor | None]:
         """Takes state, reading [B, T, d] and gain [B, T] of the attention update; returns those of ``following``."""
         branch = self.attention(reading, cos, sin, key_mask)
-        state, reading, gain = attention_update.advance(state, branch, gain, mlp_update)
-        return mlp_update.advance(state, self.mlp(reading), gain, following)
+        state, mlp_reading, mlp_gain = attention_update.advance(state, branch, gain, mlp_update)
+        return mlp_update.advance(state, self.mlp(mlp_reading), mlp_gain, following)
 
 
 class Decoder(nn.Module):
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
                 raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
         cos, sin = self.rotary(tokens.shape[1])
         updates = self.stream.updates
-        embedded = self.embedding(tokens).to(self.blocks[0].mlp.up_proj.weight.dtype)
+        embedded = self.embedding(tokens).to(next(self.blocks.parameters()).dtype)
         state = self.stream.begin(embedded)
         reading, gain = updates[0].read(state), updates[0].gain(state)
         for index, block in enumerate(self.blocks):

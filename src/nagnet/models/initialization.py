@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +49,7 @@ def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
     Args:
         seed: of all draws. zero_projections: whether output projections start at zero.
     """
+    inputs: tuple[tuple[str, Any], ...]
     for name, module in model.named_modules():
         if isinstance(module, Attention | RotaryTable):
             module.reset_buffers()

@@ -80,7 +80,7 @@ class Attention(nn.Module):
     @torch.no_grad()
     def reset_buffers(self) -> None:
         """Writes the window anew, where it was left empty."""
-        if self.window is not None:
+        if self.window is not None and self._window_length is not None:
             self.window.fill_(self._window_length)
 
     def _heads(self, x: Tensor) -> Tensor:

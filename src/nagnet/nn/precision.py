@@ -33,3 +33,5 @@ class Float32Module(nn.Module):
 
 class Float32Embedding(Float32Module, nn.Embedding):
     """A token table that stays float32, so that a readout may share it and its rows can be centred exactly."""
+
+    weight: nn.Parameter
