@@ -1,0 +1,183 @@
+"""Does the norm of the stream say how sure the model is? Confidence per token, in deciles, and as a ranking.
+
+A norm-agnostic model multiplies its logits by exp(s_N), so exp(s_N) is its own inverse temperature. A pre-norm
+model normalises the stream before its head: there exp(s_N) is the RMS of the stream before the final norm, which
+the logits never see. It is measured the same way, as the control.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from nagnet.diagnostics.probe import measuring
+from nagnet.errors import UserError
+from nagnet.evaluation.statistics import area_under_roc, spearman
+from nagnet.models.decoder import IGNORED_TARGET
+from nagnet.ops import reference
+
+N_DECILES = 10
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """Confidence of each prediction, before its answer is known; all float32 or wider [B, T].
+
+    Attributes:
+        scale: exp(s_N), the RMS of the stream at the end.
+        entropy: of the predicted distribution, nats.
+        max_probability: of the likeliest token.
+    """
+
+    scale: Tensor
+    entropy: Tensor
+    max_probability: Tensor
+
+
+@dataclass(frozen=True)
+class ConfidenceDeciles:
+    """Means over ten groups of tokens, least confident first; float64 [10], NaN for a group without tokens.
+
+    Attributes:
+        entropy: nats. loss: next-token loss, nats. accuracy: share of top-1 hits, 0 to 1.
+        n_tokens: int64 [10], equal but for the remainder.
+    """
+
+    entropy: np.ndarray
+    loss: np.ndarray
+    accuracy: np.ndarray
+    n_tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class SignalQuality:
+    """How well one signal ranks tokens.
+
+    Attributes:
+        deciles: of the tokens sorted by the signal.
+        auroc: area under ROC against top-1 correctness: 0.5 is chance, 1 perfect; NaN where every token is right
+            or every token wrong.
+        spearman_loss: rank correlation with the next-token loss, negative for a good signal; NaN where the signal
+            is constant.
+    """
+
+    deciles: ConfidenceDeciles
+    auroc: float
+    spearman_loss: float
+
+
+@dataclass(frozen=True)
+class ConfidenceSummary:
+    """Both confidence signals of one model on the same tokens.
+
+    Attributes:
+        scale: sorted by exp(s_N); for a pre-norm model the RMS of the stream before the final norm.
+        negative_entropy: sorted by minus the entropy of the prediction.
+        spearman_scale_entropy: rank correlation of exp(s_N) with the entropy.
+        n_tokens: tokens scored.
+        scale_in_logits: whether the model multiplies its logits by exp(s_N); if not, exp(s_N) is a control.
+    """
+
+    scale: SignalQuality
+    negative_entropy: SignalQuality
+    spearman_scale_entropy: float
+    n_tokens: int
+    scale_in_logits: bool
+
+
+def confidence(model: Any, tokens: Tensor) -> Confidence:
+    """Measures how sure ``model`` is of each next token.
+
+    Args:
+        model: a `nagnet.Decoder`; it runs in evaluation mode without gradients and is left as it was.
+        tokens: [B, T] integers.
+
+    Returns:
+        exp(s_N), entropy in nats and largest probability, [B, T].
+    """
+    return _predict(model, tokens)[0]
+
+
+def confidence_deciles(signal: ArrayLike, entropy: ArrayLike, loss: ArrayLike, correct: ArrayLike) -> ConfidenceDeciles:
+    """Sorts tokens by ``signal`` into ten groups of equal count and averages what came of them.
+
+    Args:
+        signal: [n], larger means surer. Equal values keep their order, so an all-equal signal gives consecutive
+            groups.
+        entropy: [n], nats. loss: [n], nats. correct: [n], true where the likeliest token was right.
+
+    Returns:
+        Means by decile.
+
+    Raises:
+        UserError: if the lengths differ or are 0, or the signal holds a NaN, which has no rank.
+    """
+    values = [np.asarray(part, dtype=np.float64).ravel() for part in (signal, entropy, loss, correct)]
+    keys = values[0]
+    if len({len(part) for part in values}) > 1 or len(keys) == 0:
+        raise UserError(f"deciles need lists of one length above 0, not {[len(part) for part in values]}")
+    if np.isnan(keys).any():
+        raise UserError("the confidence signal holds NaN, so its tokens have no order; has the model diverged?")
+    groups = np.array_split(np.argsort(keys, kind="stable"), N_DECILES)
+    means = [np.array([part[group].mean() if len(group) else np.nan for group in groups]) for part in values[1:]]
+    return ConfidenceDeciles(*means, n_tokens=np.array([len(group) for group in groups]))
+
+
+def collect_confidence(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> ConfidenceSummary:
+    """Compares exp(s_N) and minus the entropy as signs of a right answer, over all batches.
+
+    Keeps four numbers per token, never the logits of more than one batch.
+
+    Args:
+        model: a `nagnet.Decoder`.
+        batches: pairs of tokens and targets [B, T]; targets of -100 are left out.
+
+    Returns:
+        Deciles and ranking quality of both signals.
+
+    Raises:
+        UserError: if no target is left, or the model's outputs are NaN.
+    """
+    parts: list[Tensor] = []
+    for tokens, targets in batches:
+        predicted, logits = _predict(model, tokens)
+        targets = targets.to(logits.device)
+        kept = targets != IGNORED_TARGET
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
+        ).view_as(targets)
+        correct = logits.argmax(dim=-1) == targets
+        rows = torch.stack([predicted.scale, predicted.entropy, loss, correct.to(loss.dtype)])
+        parts.append(rows[:, kept].cpu())
+    if not sum(part.shape[1] for part in parts):
+        raise UserError("no token to score: there are no batches, or all their targets are -100")
+    scale, entropy, loss, correct = torch.cat(parts, dim=1).double().numpy()
+
+    def quality(signal: np.ndarray) -> SignalQuality:
+        deciles = confidence_deciles(signal, entropy, loss, correct)
+        return SignalQuality(deciles, area_under_roc(signal, correct), spearman(signal, loss))
+
+    return ConfidenceSummary(
+        scale=quality(scale),
+        negative_entropy=quality(-entropy),
+        spearman_scale_entropy=spearman(scale, entropy),
+        n_tokens=len(scale),
+        scale_in_logits=model.readout.config.scale == "log_norm",
+    )
+
+
+def _predict(model: Any, tokens: Tensor) -> tuple[Confidence, Tensor]:
+    """Confidence [B, T] and logits [B, T, V]."""
+    with measuring(model):
+        direction, log_norm = model.trunk(tokens).split()
+        logits = model.readout(direction, log_norm)
+        log_p = torch.log_softmax(logits, dim=-1)
+        scale = log_norm.to(reference.compute_dtype(log_norm)).exp()
+        entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
+        return Confidence(scale, entropy, log_p.amax(dim=-1).exp()), logits
