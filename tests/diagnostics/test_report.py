@@ -117,6 +117,7 @@ def test_report_holds_the_results(tmp_path):
     differing = re.findall(r'<tr class="differs"><th scope="row">([\w.]+)', html)
     assert differing == ["model.residual"]
     assert "interrupted" not in page.text
+    assert "run.model" not in page.text
 
 
 def test_nothing_outside_the_file_is_asked_for(tmp_path):
