@@ -121,9 +121,7 @@ def test_undeclared_differences_are_named_and_refused(corpus, tmp_path, monkeypa
     with pytest.raises(UserError, match="qk_gain"):
         Comparison("tiny", RUN, arms, corpus, tmp_path, torch.device("cpu"), echo=lines.append)
     assert lines == ["arms differ in qk_gain: norm_agnostic 1.2, pre_norm 1.0"]
-    Comparison(
-        "tiny", RUN, arms, corpus, tmp_path, torch.device("cpu"), echo=lines.append, allow_differences=True
-    )
+    Comparison("tiny", RUN, arms, corpus, tmp_path, torch.device("cpu"), echo=lines.append, allow_differences=True)
 
 
 @pytest.mark.parametrize("names", [["pre_norm"], ["pre_norm", "pre_norm"], []])

@@ -140,9 +140,7 @@ def test_learning_rate_rises_holds_and_falls(step, expected):
     assert schedule.lr_scale(step, 100) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), [({"flops": 0.0}, "flops"), ({"micro_batches": 3}, "micro_batches 3")]
-)
+@pytest.mark.parametrize(("changes", "message"), [({"flops": 0.0}, "flops"), ({"micro_batches": 3}, "micro_batches 3")])
 def test_bad_run_config_names_the_field(changes, message):
     with pytest.raises(UserError, match=message):
         _trainer(**changes)

@@ -34,6 +34,4 @@ def main(options: Options) -> None:
         print(json.dumps(rows, indent=2))
         return
     for row in rows:
-        print(
-            f"{row['recipe']}: {row['summary']} {row['parameters']:,} parameters, {row['training_flops']:.3g} FLOPs"
-        )
+        print(f"{row['recipe']}: {row['summary']} {row['parameters']:,} parameters, {row['training_flops']:.3g} FLOPs")

@@ -23,9 +23,7 @@ COMMANDS: dict[str, Command] = {
         "Train a norm-agnostic model and its pre-norm twin, show the difference",
         "train,report",
     ),
-    "compare": Command(
-        "nagnet.cli.compare", "Compare residual rules on the same batches and FLOPs", "train,report"
-    ),
+    "compare": Command("nagnet.cli.compare", "Compare residual rules on the same batches and FLOPs", "train,report"),
     "recipes": Command("nagnet.cli.recipes", "List the named experiments"),
     "toy-depth": Command(
         "nagnet.cli.toy_depth",

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from nagnet.data.corpus import Document, hash_documents
-from nagnet.data.files import write_atomically
 from nagnet.data.tokenizer import Tokenizer
 from nagnet.errors import UserError
+from nagnet.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nagnet.data.corpus import Corpus, hash_documents
-from nagnet.data.files import default_cache_dir, write_atomically
 from nagnet.errors import UserError
+from nagnet.files import default_cache_dir, write_atomically
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nagnet.data.files import write_atomically
 from nagnet.errors import UserError
+from nagnet.files import write_atomically
 
 TWIN = "pre_norm"
 ONE_SEED = "one seed: interval over held-out documents, not over seeds"

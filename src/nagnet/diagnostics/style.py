@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from nagnet.data.files import write_atomically
+from nagnet.files import write_atomically
 
 DPI = 120
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import torch
 
 from nagnet.errors import UserError
+from nagnet.files import write_atomically
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 
@@ -36,7 +36,6 @@ def save_model(model: Decoder, folder: str | Path) -> Path:
         The folder.
     """
     safetensors, folder = _safetensors(), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_embeddings:
         del tensors[_TIED]
@@ -45,12 +44,7 @@ def save_model(model: Decoder, folder: str | Path) -> Path:
         CONFIG_FILE: (json.dumps(model.config.to_dict(), indent=2) + "\n").encode(),
     }
     for name, content in payload.items():  # the config last: its presence says that the weights are complete
-        partial = folder / f".{name}.partial"
-        try:
-            partial.write_bytes(content)
-            os.replace(partial, folder / name)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_atomically(folder / name, content)
     return folder
 
 

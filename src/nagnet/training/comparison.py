@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from nagnet.data.corpus import Corpus
-from nagnet.data.files import default_cache_dir, write_atomically
 from nagnet.data.loader import BatchLoader, encode_documents
 from nagnet.data.tokenizer import Tokenizer, cached_tokenizer
 from nagnet.diagnostics.probe import measuring
 from nagnet.errors import UserError
 from nagnet.evaluation.bits_per_byte import DocumentScores, evaluate_documents
 from nagnet.evaluation.statistics import paired_bootstrap_bits_per_byte
+from nagnet.files import default_cache_dir, write_atomically
 from nagnet.generation.sampler import sample_text
 from nagnet.models.checkpoint import save_model
 from nagnet.models.config import ModelConfig
@@ -94,9 +94,7 @@ class Comparison:
         for line in differences:
             self.echo(f"arms differ in {line}")
         if differences and not self.allow_differences:
-            raise UserError(
-                f"arms differ outside the residual rule in {'; '.join(differences)}; allow it explicitly"
-            )
+            raise UserError(f"arms differ outside the residual rule in {'; '.join(differences)}; allow it explicitly")
         self.tokenizer: Tokenizer = cached_tokenizer(self.corpus, self.config.model.vocab_size)
         packed = encode_documents(self.corpus.train, self.tokenizer, cache_dir=default_cache_dir())
         loader = BatchLoader(packed, self.config.batch_size, self.config.seq_len, self.config.seed)
@@ -202,8 +200,7 @@ class Comparison:
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
-            "versions": {name: version(name) for name in ("nagnet", "torch")}
-            | {"python": platform.python_version()},
+            "versions": {name: version(name) for name in ("nagnet", "torch")} | {"python": platform.python_version()},
             "git_commit": git_commit(),
             "interrupted": self.interrupted,
         }
@@ -262,15 +259,11 @@ def git_commit() -> str | None:
     """The commit of the source this runs from, with ``-dirty`` where it was changed; None outside a checkout."""
 
     def git(*arguments: str) -> str:
-        run = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        run = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
         return run.stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", Path(__file__).name
-        )  # an installed copy may lie in another checkout
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie in another checkout
         return git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None

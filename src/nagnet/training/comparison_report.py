@@ -23,9 +23,7 @@ PROBE_LENGTH = 64
 CONFIDENCE_BATCHES = 12
 
 
-def probe_tokens(
-    packed: PackedTokens, documents: int = PROBE_DOCUMENTS, length: int = PROBE_LENGTH
-) -> Tensor:
+def probe_tokens(packed: PackedTokens, documents: int = PROBE_DOCUMENTS, length: int = PROBE_LENGTH) -> Tensor:
     """The first documents that are long enough, BOS in front, cut to ``length`` tokens.
 
     Returns:
@@ -38,10 +36,7 @@ def probe_tokens(
     if not starts:
         raise UserError(f"no held-out document has {length} tokens; give longer documents")
     return torch.stack(
-        [
-            torch.from_numpy(packed.tokens[start : start + length].astype("int64"))
-            for start in starts[:documents]
-        ]
+        [torch.from_numpy(packed.tokens[start : start + length].astype("int64")) for start in starts[:documents]]
     )
 
 
@@ -77,7 +72,7 @@ def write_comparison_report(comparison: Comparison, summary: dict[str, Any]) -> 
         paths = {path.suffix: path for path in save_figure(fig, comparison.out / "figures", name)}
         shown.append((title, caption, paths[".svg"].read_bytes()))
     path = comparison.out / "report.html"
-    write_report(path, f"{comparison.recipe}: {' against '.join(models)}", summary | {"difference": summary["differences"][0]}, shown)
+    write_report(path, f"{comparison.recipe}: {' against '.join(models)}", summary, shown)
     return path
 
 

@@ -46,9 +46,7 @@ class RunConfig:
         if self.seed < 0:
             raise UserError(f"seed is {self.seed}; give 0 or more")
         if self.batch_size % self.micro_batches:
-            raise UserError(
-                f"micro_batches {self.micro_batches} does not divide batch_size {self.batch_size}"
-            )
+            raise UserError(f"micro_batches {self.micro_batches} does not divide batch_size {self.batch_size}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a JSON record."""

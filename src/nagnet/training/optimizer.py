@@ -142,9 +142,7 @@ class Muon(torch.optim.Muon):
             buffer.lerp_(grad, 1 - group["momentum"])
         updates = buffers
         if group["nesterov"]:
-            updates = [
-                grad.lerp(buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)
-            ]
+            updates = [grad.lerp(buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)]
         stack = orthogonalize(torch.stack(updates), group["ns_coefficients"], group["ns_steps"], group["eps"])
         rows, columns = parameters[0].shape
         if group["adjust_lr_fn"] == "match_rms_adamw":
@@ -175,9 +173,7 @@ def orthogonalize(stack: Tensor, coefficients: tuple[float, float, float], steps
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
     """Builds Muon for the matrices and AdamW for all other roles; every group has its peak rate as ``peak_lr``."""
-    unit_rows = any(
-        isinstance(module, Readout) and module.config.rows == "unit" for module in model.modules()
-    )
+    unit_rows = any(isinstance(module, Readout) and module.config.rows == "unit" for module in model.modules())
     head_lr = config.unit_head_lr if unit_rows else config.free_head_lr
     groups = parameter_groups(
         model,

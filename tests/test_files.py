@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nagnet.data.files import default_cache_dir, write_atomically
+from nagnet.files import default_cache_dir, write_atomically
 
 
 def test_a_failed_write_keeps_the_old_file_and_no_litter(tmp_path, monkeypatch):
