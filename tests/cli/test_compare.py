@@ -1,37 +1,30 @@
 """Bad input to compare and demo: one line, exit code 2, nothing written."""
 
 import json
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 
+from nagnet.cli.application import run
 
-def _nagnet(*arguments, cwd, **environment):
-    import os
 
-    return subprocess.run(
-        [sys.executable, "-m", "nagnet", *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"NAGNET_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"} | environment,
-    )
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NAGNET_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def text(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-h]*.py")):
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py")):
         (folder / path.name).write_bytes(path.read_bytes())
     return folder
 
 
 def _small(folder):
-    (folder / "small.txt").write_text("One short line.\n\n" * 40)
+    (folder / "small.txt").write_text("One short line.\n\n" * 4000)
     return folder / "small.txt"
 
 
@@ -60,24 +53,31 @@ def _empty(folder):
     ],
     ids=["recipe", "missing", "binary", "empty", "vocabulary", "one arm", "unknown arm", "budget", "seed"],
 )
-def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, message):
-    run = _nagnet(*arguments(tmp_path), "--out", tmp_path / "out", cwd=tmp_path)
-    assert run.returncode == 2, run.stderr
-    assert message in run.stderr
-    assert len(run.stderr.strip().splitlines()) == 1
-    assert run.stdout == ""
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, arguments, message):
+    code = run([*map(str, arguments(tmp_path)), "--out", str(tmp_path / "out")])
+    printed = capsys.readouterr()
+    assert code == 2
+    assert message in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert printed.out == ""
     assert not (tmp_path / "out").exists()
 
 
-def test_compare_writes_a_run_and_refuses_to_overwrite_it(tmp_path, text):
+def test_compare_writes_a_run_and_refuses_to_overwrite_it(tmp_path, text, capsys):
     out = tmp_path / "out"
-    arguments = ["compare", "--data", text, "--budget", "1e10", "--eager", "--json", "--out", out]
-    run = _nagnet(*arguments, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    summary = json.loads(run.stdout)
+    arguments = ["compare", "--data", str(text), "--budget", "1e10", "--eager", "--json", "--out", str(out)]
+    assert run(arguments) == 0
+    summary = json.loads(capsys.readouterr().out)
     assert set(summary["arms"]) == {"norm_agnostic", "pre_norm"}
     assert (out / "report.html").is_file()
     before = (out / "summary.json").read_bytes()
-    again = _nagnet(*arguments, cwd=tmp_path)
-    assert again.returncode == 2 and "--force" in again.stderr
+    assert run(arguments) == 2
+    assert "--force" in capsys.readouterr().err
     assert (out / "summary.json").read_bytes() == before
+
+
+def test_recipes_lists_each_with_its_size(capsys):
+    assert run(["recipes", "--json"]) == 0
+    rows = {row["recipe"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["stdlib-tiny"]["parameters"] == 1_057_089
+    assert rows["stdlib-tiny"]["training_flops"] > 0

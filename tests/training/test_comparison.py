@@ -14,6 +14,8 @@ from nagnet.data.corpus import read_corpus
 from nagnet.errors import UserError
 from nagnet.models.checkpoint import load_model
 from nagnet.models.config import ModelConfig
+from nagnet.models.flops import steps_for_flops, training_flops_per_token
+from nagnet.recipes import RECIPES
 from nagnet.training import comparison as module
 from nagnet.training.comparison import Comparison, build_arms, undeclared_differences
 from nagnet.training.comparison_report import write_comparison_report
@@ -53,9 +55,22 @@ def test_arms_spend_the_same_flops_on_the_same_batches(comparison):
     comparison.train()
     a, b = comparison.trainers.values()
     assert a.finished and b.finished
-    assert abs(a.flops / b.flops - 1) < 0.005
+    for trainer in (a, b):
+        assert abs(trainer.flops - RUN.flops) <= trainer.flops_per_step / 2
     for first, second in zip(*seen.values(), strict=False):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_arms_of_every_recipe_agree_within_half_a_percent_of_flops(name):
+    run = RECIPES[name]()
+    spent = []
+    for model in build_arms(run.model, ["norm_agnostic", "pre_norm"]).values():
+        shape = (model, run.seq_len)
+        steps = steps_for_flops(*shape, run.tokens_per_step, run.flops, run.convention)
+        spent.append(steps * run.tokens_per_step * training_flops_per_token(*shape, run.convention))
+    assert abs(spent[0] / spent[1] - 1) < 0.005
+    assert run.model.n_layers >= 16
 
 
 def test_a_finished_run_leaves_summary_report_metrics_and_models(comparison):

@@ -21,7 +21,7 @@ from nagnet.diagnostics.geometry import GainByUpdate, NormByDepth, RotationByDep
 from nagnet.errors import UserError
 
 MAX_RAW_POINTS = 1000  # per curve, so that a long run does not swell the report
-SMOOTHED_SHARE = 0.02
+SMOOTHED_SHARE = 0.05
 HIDDEN_SHARE = 0.08  # of a run, at its start, where the loss falls by more than the arms ever differ
 
 LOSS_CAPTION = (
