@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nagnet import ops
 from nagnet.errors import UserError
 from nagnet.nn.modulator import Modulator
 from nagnet.nn.precision import Float32Module
@@ -134,6 +135,15 @@ class PreNormResidual(ResidualUpdate):
     def write(self, state: VectorState, branch: Tensor, gain: Tensor | None = None) -> VectorState:
         return VectorState(state.stream + branch.to(state.stream.dtype))
 
+    def advance(
+        self, state: VectorState, branch: Tensor, gain: Tensor | None, following: ResidualUpdate | None
+    ) -> tuple[VectorState, Tensor | None, Tensor | None]:
+        """Adds the branch and norms the sum for the following update in one pass."""
+        if not isinstance(following, PreNormResidual):
+            return super().advance(state, branch, gain, following)
+        stream, reading = ops.add_norm(state.stream, branch)
+        return VectorState(stream), reading, None
+
 
 class NormAgnosticResidual(ResidualUpdate):
     """One gated rotation of the stream's direction per sublayer (arXiv 2606.16112, equations 10-17).
@@ -199,7 +209,7 @@ class NormAgnosticResidual(ResidualUpdate):
         """
         if gain is None:
             gain = self.gain(state)
-        return NormAgnosticState(*reference.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps))
+        return NormAgnosticState(*ops.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps))
 
 
 class ResidualStream(Float32Module):

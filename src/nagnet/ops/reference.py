@@ -81,6 +81,14 @@ def rms_norm(x: Float[Tensor, "*batch d"], eps: float = RMS_EPS) -> Float[Tensor
     return (wide * _one_where_zero(power, torch.rsqrt(power + eps))).to(x.dtype)
 
 
+def add_norm(
+    stream: Float[Tensor, "*batch d"], branch: Float[Tensor, "*batch d"]
+) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d"]]:
+    """Pre-norm's update and the next reading: ``x' = x + b`` and N(x'), both [..., d] in the type of ``stream``."""
+    added = stream + branch.to(stream.dtype)
+    return added, rms_norm(added)
+
+
 def modulation(
     direction: Float[Tensor, "*batch d"],
     weight: Float[Tensor, "c d"],
