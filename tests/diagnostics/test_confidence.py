@@ -74,7 +74,7 @@ def test_batches_are_joined_and_ignored_targets_left_out(build_model, tokens):
     assert whole.n_tokens == parts.n_tokens == 8
     deciles = whole.scale.deciles
     kept = targets != -100
-    expected = model.token_losses(tokens, targets)[kept].mean().item()
+    expected = model.score(tokens, targets)[0][kept].mean().item()
     assert np.nansum(deciles.loss * deciles.n_tokens) / 8 == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(parts.scale.deciles.loss, deciles.loss, rtol=1e-5)
     assert whole.scale_in_logits and not collect_confidence(build_model("pre_norm"), [(tokens, tokens)]).scale_in_logits

@@ -39,7 +39,7 @@ def test_loss_is_the_mean_over_targets(small, residual, randomised, tokens, targ
 
 def test_token_losses_are_zero_where_ignored(small, tokens, targets):
     targets[1, 4:] = -100
-    losses = Decoder(small()).token_losses(tokens, targets)
+    losses = Decoder(small()).score(tokens, targets)[0]
     assert losses.shape == (2, 9) and not losses[1, 4:].any() and (losses[0] > 0).all()
 
 

@@ -16,10 +16,10 @@ from nagnet.data.corpus import Document, hash_documents
 from nagnet.data.tokenizer import Tokenizer
 from nagnet.errors import UserError
 from nagnet.files import write_atomically
+from nagnet.ops.loss import IGNORED_TARGET
 
 logger = logging.getLogger(__name__)
 
-IGNORED_TARGET = -100
 _DOCUMENTS_PER_CALL = 256
 
 

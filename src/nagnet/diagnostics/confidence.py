@@ -19,8 +19,8 @@ from torch import Tensor
 from nagnet.diagnostics.probe import measuring
 from nagnet.errors import UserError
 from nagnet.evaluation.statistics import area_under_roc, spearman
-from nagnet.models.decoder import IGNORED_TARGET
 from nagnet.ops import reference
+from nagnet.ops.loss import IGNORED_TARGET
 
 N_DECILES = 10
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from nagnet.data.corpus import Document, name_hash
-from nagnet.data.loader import IGNORED_TARGET
 from nagnet.data.tokenizer import Tokenizer
 from nagnet.errors import UserError
+from nagnet.ops.loss import IGNORED_TARGET
 
 Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -16,9 +16,8 @@ from nagnet.nn.precision import Float32Embedding
 from nagnet.nn.readout import Readout
 from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticStream, ResidualStream, ResidualUpdate
 from nagnet.nn.rotary import RotaryTable
+from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.typing import Float, Int
-
-IGNORED_TARGET = -100
 
 
 class Block(nn.Module):
@@ -131,17 +130,23 @@ class Decoder(nn.Module):
         """Logits [B, T, V] in float32 for tokens [B, T]."""
         return self.readout(*self.trunk(tokens, key_mask).split())
 
-    def token_losses(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> Float[Tensor, "b t"]:
-        """Cross entropy of every target in nats [B, T]; 0 where the target is -100."""
-        logits = self(tokens)
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten().long(), ignore_index=IGNORED_TARGET, reduction="none"
-        ).view_as(targets)
+    def summed_loss(
+        self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "b t"]]:
+        """Sum of the cross entropy in nats, and each target's [B, T] without gradient; targets of -100 give 0.
+
+        The logits of a chunk of tokens exist at a time, never [B, T, V].
+        """
+        return self.readout.summed_loss(*self.trunk(tokens).split(), targets)
 
     def loss(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
         """Mean cross entropy in nats over the targets that are not -100; 0 where there are none."""
-        count = (targets != IGNORED_TARGET).sum()
-        return self.token_losses(tokens, targets).sum() / count.clamp(min=1)
+        return self.summed_loss(tokens, targets)[0] / (targets != IGNORED_TARGET).sum().clamp(min=1)
+
+    @torch.no_grad()
+    def score(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b t"], Tensor]:
+        """Loss of each target in nats and whether it is the likeliest token, both [B, T]; 0 and false for -100."""
+        return self.readout.score(*self.trunk(tokens).split(), targets)
 
     def set_injection(self, scale: float) -> None:
         """Multiplies every gain by ``scale`` in [0, 1]; without effect for a rule that has no gain."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from nagnet.errors import UserError
 from nagnet.nn.precision import Float32Module
-from nagnet.ops import reference
-from nagnet.typing import Float
+from nagnet.ops import loss, reference
+from nagnet.typing import Float, Int
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,52 @@ class Readout(Float32Module):
         self, direction: Float[Tensor, "*batch d"], log_norm: Float[Tensor, "*batch"]
     ) -> Float[Tensor, "*batch v"]:
         """Returns logits [..., V], float32 or wider."""
+        hidden = self.scaled(direction, log_norm)
+        with torch.autocast(device_type=direction.device.type, enabled=False):
+            logits = nn.functional.linear(hidden, self.weight.to(hidden.dtype))
+        return loss.capped(logits, self.config.softcap)
+
+    def scaled(
+        self, direction: Float[Tensor, "*batch d"], log_norm: Float[Tensor, "*batch"]
+    ) -> Float[Tensor, "*batch d"]:
+        """The direction times every scale: its product with the rows is the logits before a softcap.
+
+        Returns:
+            [..., d], float32 or wider.
+        """
         dtype = reference.compute_dtype(direction, self.weight)
         scaled = direction.to(dtype)
         if self.config.scale == "log_norm":
             scaled = scaled * torch.exp(log_norm.to(dtype)).unsqueeze(-1)
         elif self.log_scale is not None:
             scaled = scaled * torch.exp(self.log_scale.to(dtype))
-        if self.config.rows == "unit":
-            scaled = scaled / direction.shape[-1]
+        return scaled / direction.shape[-1] if self.config.rows == "unit" else scaled
+
+    def summed_loss(
+        self, direction: Float[Tensor, "*batch d"], log_norm: Float[Tensor, "*batch"], targets: Int[Tensor, "*batch"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "*batch"]]:
+        """Cross entropy without ever holding all logits.
+
+        Args:
+            targets: [...] integers, -100 where ignored.
+
+        Returns:
+            Sum over the targets in nats, and each target's loss [...] without gradient (0 where ignored).
+        """
+        total, losses = self._by_chunks(loss.summed_cross_entropy, direction, log_norm, targets)
+        return total, losses.view(targets.shape)
+
+    def score(
+        self, direction: Float[Tensor, "*batch d"], log_norm: Float[Tensor, "*batch"], targets: Int[Tensor, "*batch"]
+    ) -> tuple[Float[Tensor, "*batch"], Tensor]:
+        """Loss of each target in nats (0 where ignored) and whether it is the likeliest token; no gradients."""
+        losses, correct = self._by_chunks(loss.score_targets, direction, log_norm, targets)
+        return losses.view(targets.shape), correct.view(targets.shape)
+
+    def _by_chunks(self, function: Callable, direction: Tensor, log_norm: Tensor, targets: Tensor) -> Any:
+        hidden = self.scaled(direction, log_norm)
         with torch.autocast(device_type=direction.device.type, enabled=False):
-            logits = nn.functional.linear(scaled, self.weight.to(dtype))
-        if self.config.softcap is not None:
-            logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
-        return logits
+            return function(hidden.flatten(0, -2), self.weight.to(hidden.dtype), targets.flatten(), self.config.softcap)
 
     @torch.no_grad()
     def constrain_(self) -> None:

@@ -16,7 +16,8 @@ def _chunk_rows(vocab_size: int) -> int:
     return max(1, MAX_CHUNK_LOGITS // vocab_size)
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """``softcap tanh(logits / softcap)``, or the logits as they are."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
@@ -44,7 +45,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             (hidden if grad_hidden is None else grad_hidden).split(rows),
             strict=True,
         ):
-            logits = _capped(h @ weight.mT, softcap)
+            logits = capped(h @ weight.mT, softcap)
             values, log_sum = _losses(logits, t)
             loss.copy_(values)
             if grad_weight is None:
@@ -92,7 +93,7 @@ def score_targets(
     rows = _chunk_rows(weight.shape[0])
     losses, correct = [], []
     for h, t in zip(hidden.split(rows), targets.long().split(rows), strict=True):
-        logits = _capped(h @ weight.mT, softcap)
+        logits = capped(h @ weight.mT, softcap)
         losses.append(_losses(logits, t)[0])
         correct.append(logits.argmax(dim=-1) == t)
     return torch.cat(losses), torch.cat(correct)

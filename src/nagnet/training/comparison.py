@@ -172,7 +172,7 @@ class Comparison:
         return scores
 
     def _scorer(self, model: Decoder) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda tokens, targets: model.token_losses(tokens.to(self.device), targets.to(self.device))
+        return lambda tokens, targets: model.score(tokens.to(self.device), targets.to(self.device))[0]
 
     def summary(self, scores: dict[str, DocumentScores]) -> dict[str, Any]:
         """All results as plain values; also the content of summary.json.

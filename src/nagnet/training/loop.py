@@ -17,8 +17,9 @@ from torch import Tensor
 from nagnet.data.loader import BatchLoader
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
-from nagnet.models.decoder import IGNORED_TARGET, Decoder
+from nagnet.models.decoder import Decoder
 from nagnet.models.flops import steps_for_flops, training_flops_per_token
+from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.training.compute import autocast, compile_or_warn, peak_memory_bytes, reset_peak_memory
 from nagnet.training.config import RunConfig
 from nagnet.training.optimizer import build_optimizers, constrain_after_step
@@ -43,7 +44,7 @@ def backward(model: Decoder, inputs: Tensor, targets: Tensor, micro_batches: int
     n_targets = max(1, int((targets != IGNORED_TARGET).sum()))
     total = 0.0
     for part, part_targets in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
-        loss = model.token_losses(part, part_targets).sum() / n_targets
+        loss = model.summed_loss(part, part_targets)[0] / n_targets
         loss.backward()
         total += float(loss.detach())
     return total

@@ -1,0 +1,152 @@
+"""Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
+
+Benchmarks: residual_update, training_step, loss, compile_time, or all. Expect one to five minutes each.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from nagnet.cli.device import DeviceName, resolve_device
+
+
+@dataclass
+class Options:
+    """What to measure."""
+
+    benchmark: tyro.conf.Positional[Literal["residual_update", "training_step", "loss", "compile_time", "all"]] = (
+        "residual_update"
+    )
+    """Which benchmark."""
+    shape: Literal["12x512", "24x128"] = "12x512"
+    """Model of training_step, blocks x width."""
+    rows: int = 16384
+    """Tokens of residual_update."""
+    d_model: int = 640
+    """Width of residual_update."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the stream (residual_update) or of the products (training_step)."""
+    repeats: int = 10
+    """Timed rounds."""
+    keep_freed_memory: bool = False
+    """Keep freed memory in the process (glibc), which spares page faults; for all alternatives alike."""
+    device: DeviceName = "auto"
+    """Where to compute."""
+    out: Path | None = None
+    """Also write the result as JSON to this file."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+def main(options: Options) -> None:
+    """Measures and prints."""
+    from nagnet.benchmarks.timing import machine
+    from nagnet.files import write_atomically
+    from nagnet.training.compute import keep_freed_memory
+
+    device = resolve_device(options.device)
+    kept = options.keep_freed_memory and keep_freed_memory()
+    names = [options.benchmark] if options.benchmark != "all" else [*_BENCHMARKS]
+    result: dict[str, Any] = {"machine": machine(), "device": str(device), "freed_memory_kept": kept}
+    for name in names:
+        result[name] = _BENCHMARKS[name](options, device)
+    text = json.dumps(result, indent=2)
+    if options.out is not None:
+        write_atomically(options.out, (text + "\n").encode())
+    print(text if options.json else _table(result, names))
+
+
+def _residual_update(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.residual_update import bench_residual_update
+    from nagnet.benchmarks.timing import DTYPES
+
+    size = (options.rows, options.d_model, 32)
+    return bench_residual_update(*size, DTYPES[options.dtype], device, options.repeats)
+
+
+def _training_step(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.timing import DTYPES
+    from nagnet.benchmarks.training_step import bench_training_step
+
+    return bench_training_step(options.shape, DTYPES[options.dtype], device, options.repeats)
+
+
+def _loss(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.loss import bench_loss, bench_loss_time
+
+    return {
+        "memory": bench_loss(8, 2048, 65_536, 256, 2, device),
+        "time": bench_loss_time(2048, 8192, 512, device, options.repeats),
+    }
+
+
+def _compile_time(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.training_step import bench_compile_time
+
+    return bench_compile_time((8, 64), device)
+
+
+_BENCHMARKS = {
+    "residual_update": _residual_update,
+    "training_step": _training_step,
+    "loss": _loss,
+    "compile_time": _compile_time,
+}
+
+
+def _table(result: dict[str, Any], names: list[str]) -> str:
+    place = result["machine"]
+    lines = [f"{place['processor']}, {place['threads']} threads, {place['gpu']}, torch {place['torch']}"]
+    for name in names:
+        lines += ["", name, *_LINES[name](result[name])]
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds: dict[str, float]) -> str:
+    return f"{1000 * seconds['median']:9.1f} ms  ({1000 * seconds['low']:.1f} to {1000 * seconds['high']:.1f})"
+
+
+def _update_lines(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        if "flops" in row:
+            share = f"{row['share_of_product_rate']:.2f} of the matrix product's FLOP rate"
+        else:
+            share = f"{row['bytes_per_second'] / 1e9:6.2f} GB/s, {row['share_of_clone']:.2f} of clone"
+        lines.append(f"  {row['name']:46} {_milliseconds(row['seconds'])}  {share}")
+    return lines
+
+
+def _step_lines(result: dict[str, Any]) -> list[str]:
+    lines = [f"  {result['shape']}, {result['dtype']}"]
+    for arm, row in result["arms"].items():
+        lines.append(
+            f"  {arm:14} {_milliseconds(row['seconds'])}  kept {row['kept_bytes'] / 1e6:,.0f} MB, "
+            f"peak {row['peak_bytes'] / 1e6:,.0f} MB, compiled in {row['compile_seconds']:.0f} s"
+        )
+    ratios = result["ratios"]
+    pair = f"time {ratios['time']:.3f}, kept bytes {ratios['kept_bytes']:.3f}, peak bytes {ratios['peak_bytes']:.3f}"
+    return [*lines, f"  norm_agnostic / pre_norm: {pair}"]
+
+
+def _loss_lines(result: dict[str, Any]) -> list[str]:
+    memory = "  " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in result["memory"].items())
+    return [memory, *(f"  {row['name']:20} {_milliseconds(row['seconds'])}" for row in result["time"])]
+
+
+def _compile_lines(result: dict[str, Any]) -> list[str]:
+    seconds = ", ".join(f"{depth} blocks {row['first_step']:.1f} s" for depth, row in result["seconds"].items())
+    return [f"  first step compiled: {seconds}; ratio {result['ratio']:.2f}"]
+
+
+_LINES = {
+    "residual_update": _update_lines,
+    "training_step": _step_lines,
+    "loss": _loss_lines,
+    "compile_time": _compile_lines,
+}
