@@ -9,7 +9,8 @@ from nagnet.ops import loss
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(loss, "MAX_CHUNK_LOGITS", 4000)  # three or four rows at a time: several chunks in each test
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 4000)
+    monkeypatch.setattr(loss, "MIN_CHUNK_ROWS", 3)  # three or four rows at a time: several chunks in each test
 
 
 def _inputs(vocab_size, d, n=23, dtype=torch.float64):
@@ -87,4 +88,4 @@ def test_no_tensor_of_all_logits_exists():
 
     with Watch():
         loss.summed_cross_entropy(hidden, weight, targets)[0].backward()
-    assert largest <= max(loss.MAX_CHUNK_LOGITS, weight.numel())
+    assert largest <= max(loss.CHUNK_LOGITS, weight.numel())

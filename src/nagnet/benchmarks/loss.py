@@ -12,7 +12,7 @@ from nagnet.benchmarks.timing import clear_gradients, interleave, kept_bytes
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.ops.loss import summed_cross_entropy
-from nagnet.training.compute import peak_memory_bytes, reset_peak_memory
+from nagnet.training.compute import peak_memory_bytes, release_freed_memory, reset_peak_memory
 
 
 def bench_loss(
@@ -30,6 +30,7 @@ def bench_loss(
     tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     activations = kept_bytes(lambda: model.trunk(inputs), model)
+    release_freed_memory()
     reset_peak_memory(device)
     before = peak_memory_bytes(device)
     model.loss(inputs, targets).backward()
@@ -50,7 +51,8 @@ def bench_loss_time(
 ) -> list[dict[str, Any]]:
     """Times forward and backward of the readout's loss alone, by chunks and from all logits at once."""
     hidden = torch.randn(tokens, d_model, device=device, requires_grad=True)
-    weight = torch.randn(vocab_size, d_model, device=device, requires_grad=True)
+    # Logits of order 1, as in a model: far apart, their exponentials are denormal numbers, which CPUs are slow at.
+    weight = (torch.randn(vocab_size, d_model, device=device) / d_model**0.5).requires_grad_()
     targets = torch.randint(vocab_size, (tokens,), device=device)
 
     def at_once(h: Tensor, w: Tensor) -> Tensor:

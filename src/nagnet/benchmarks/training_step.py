@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
 
 from nagnet.benchmarks.timing import clear_gradients, interleave, kept_bytes
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
-from nagnet.training.compute import autocast, peak_memory_bytes, reset_peak_memory
+from nagnet.training.compute import autocast, peak_memory_bytes, release_freed_memory, reset_peak_memory
 
 # shape name -> model and batch of issue-sized comparisons on a CPU
 SHAPES: dict[str, tuple[ModelConfig, int, int]] = {
@@ -43,16 +45,7 @@ def bench_training_step(
         if compiled:
             model.compile_blocks()
 
-        def step(model: Decoder = model) -> None:
-            with autocast(device, dtype):
-                loss = model.loss(inputs, targets)
-            loss.backward()
-            clear_gradients(*model.parameters())
-
-        def forward(model: Decoder = model) -> Any:
-            with autocast(device, dtype):
-                return model.trunk(inputs)
-
+        step, forward = _passes(model, inputs, targets, device, dtype)
         start = time.perf_counter()
         step()
         results[arm] = {"compile_seconds": time.perf_counter() - start, "kept_bytes": kept_bytes(forward, model)}
@@ -60,6 +53,7 @@ def bench_training_step(
     for arm, timing in interleave(steps, repeats).items():
         results[arm]["seconds"] = timing.to_dict()
     for arm, step in steps.items():
+        release_freed_memory()
         reset_peak_memory(device)
         before = peak_memory_bytes(device)
         step()
@@ -71,6 +65,24 @@ def bench_training_step(
         "peak_bytes": ours["peak_bytes"] / max(1, twin["peak_bytes"]),
     }
     return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "arms": results, "ratios": ratios}
+
+
+def _passes(
+    model: Decoder, inputs: Tensor, targets: Tensor, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable[[], None], Callable[[], Any]]:
+    """Forward and backward of the loss, and the forward of the blocks alone."""
+
+    def step() -> None:
+        with autocast(device, dtype):
+            loss = model.loss(inputs, targets)
+        loss.backward()
+        clear_gradients(*model.parameters())
+
+    def forward() -> Any:
+        with autocast(device, dtype):
+            return model.trunk(inputs)
+
+    return step, forward
 
 
 def bench_compile_time(depths: tuple[int, int], device: torch.device) -> dict[str, Any]:
@@ -91,7 +103,7 @@ def bench_compile_time(depths: tuple[int, int], device: torch.device) -> dict[st
         eager = time.perf_counter() - start
         model.compile_blocks()
         start = time.perf_counter()
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with inductor_config.patch(force_disable_caches=True):
             model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         seconds[depth] = {"first_step": time.perf_counter() - start, "eager_step": eager}
     first, second = (seconds[depth]["first_step"] for depth in depths)

@@ -137,7 +137,8 @@ class Decoder(nn.Module):
 
         The logits of a chunk of tokens exist at a time, never [B, T, V].
         """
-        return self.readout.summed_loss(*self.trunk(tokens).split(), targets)
+        direction, log_norm = self.trunk(tokens).split()
+        return self.readout.summed_loss(direction, log_norm, targets)
 
     def loss(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> Float[Tensor, ""]:
         """Mean cross entropy in nats over the targets that are not -100; 0 where there are none."""
@@ -146,7 +147,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def score(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b t"], Tensor]:
         """Loss of each target in nats and whether it is the likeliest token, both [B, T]; 0 and false for -100."""
-        return self.readout.score(*self.trunk(tokens).split(), targets)
+        direction, log_norm = self.trunk(tokens).split()
+        return self.readout.score(direction, log_norm, targets)
 
     def set_injection(self, scale: float) -> None:
         """Multiplies every gain by ``scale`` in [0, 1]; without effect for a rule that has no gain."""
@@ -158,7 +160,11 @@ class Decoder(nn.Module):
         self.readout.constrain_()
 
     def compile_blocks(self) -> None:
-        """Compiles the block once for all layers, in place; parameter names stay as they are."""
+        """Compiles the block once for all layers, in place; parameter names stay as they are.
+
+        Each shape of tokens is compiled anew, and torch stops after a few: keep to the shapes of training, and run
+        others under ``torch.compiler.set_stance("force_eager")``, as evaluation and diagnostics here do.
+        """
         for block in self.blocks:
             block.compile(dynamic=False, fullgraph=True)
 

@@ -1,9 +1,9 @@
-"""The residual updates with derived backward passes: few sweeps over memory, O(1) scalars kept per token.
+"""The norm-agnostic update with a derived backward pass: few sweeps over memory, O(1) scalars kept per token.
 
 Derivation and symbols: docs/mathematics.md, "The update as an affine map". The bodies below are plain PyTorch on
-[..., d]; a compiler turns each into one loop over rows, in which a row stays in cache between its sums and its
-output. Inside a compiled block they are traced into its graph; called eagerly they are compiled on first use.
-`nagnet.ops.reference` is the specification they are tested against, in float64.
+[..., d]; a compiler turns each into two or three sweeps over memory: sums, then one affine output. Inside a compiled
+block they are traced into its graph; called eagerly they are compiled on first use. `nagnet.ops.reference` is the
+specification they are tested against, in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nagnet.ops.reference import BRANCH_EPS, RMS_EPS, SPLIT_FLOOR, compute_dtype, mean_square
+from nagnet.ops import reference
+from nagnet.ops.reference import BRANCH_EPS, SPLIT_FLOOR, compute_dtype, mean_square
 
 MAX_EAGER_VARIANTS = 64  # of widths and types that one process compiles for eager calls
 
@@ -89,24 +90,6 @@ def _rotate_backward(
     return to_direction.to(direction.dtype), to_branch.to(branch.dtype), grad_gain.squeeze(-1).to(gain.dtype)
 
 
-def _add_norm_forward(stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x' = x + b, N(x') and 1 / RMS(x') [..., 1] (1 for a zero vector)."""
-    dtype = compute_dtype(stream)
-    added = stream + branch.to(stream.dtype)
-    wide = added.to(dtype)
-    power = mean_square(wide)
-    inverse_rms = torch.where(power == 0, 1.0, torch.rsqrt(power + RMS_EPS))
-    return added, (wide * inverse_rms).to(stream.dtype), inverse_rms
-
-
-def _add_norm_backward(grad_added: Tensor, grad_reading: Tensor, added: Tensor, inverse_rms: Tensor) -> Tensor:
-    """Gradient of x and of b alike, [..., d]."""
-    dtype = inverse_rms.dtype
-    x, u = added.to(dtype), grad_reading.to(dtype)
-    pull = inverse_rms.pow(3) * _mean(u * x)
-    return (grad_added.to(dtype) + inverse_rms * u - pull * x).to(added.dtype)
-
-
 @functools.cache
 def _compiled(body: Callable) -> Callable:
     return torch.compile(body, fullgraph=True)
@@ -138,21 +121,6 @@ class _Rotate(torch.autograd.Function):
         return to_direction, grad_log_norm.to(ctx.log_norm_dtype), to_branch, to_gain, None
 
 
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, stream, branch):
-        added, reading, inverse_rms = _call(_add_norm_forward, stream, branch)
-        ctx.save_for_backward(added, inverse_rms)
-        ctx.branch_dtype = branch.dtype
-        return added, reading
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_added, grad_reading):
-        gradient = _call(_add_norm_backward, grad_added, grad_reading, *ctx.saved_tensors)
-        return gradient, gradient.to(ctx.branch_dtype)
-
-
 def rotate(
     direction: Tensor, log_norm: Tensor, branch: Tensor, gain: Tensor, branch_eps: float = BRANCH_EPS
 ) -> tuple[Tensor, Tensor]:
@@ -164,5 +132,5 @@ def rotate(
 
 
 def add_norm(stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.add_norm`, keeping for backward only the new stream and one scalar per token."""
-    return _AddNorm.apply(stream, branch)
+    """`reference.add_norm`, compiled: a derived backward was not faster (records/0001-fused-update)."""
+    return _call(reference.add_norm, stream, branch)

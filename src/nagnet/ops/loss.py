@@ -9,11 +9,12 @@ from torch.autograd.function import once_differentiable
 from nagnet.typing import Float, Int
 
 IGNORED_TARGET = -100
-MAX_CHUNK_LOGITS = 2**23  # logits held at a time: 32 MiB in float32, about a last-level cache
+CHUNK_LOGITS = 2**21  # logits held at a time, small enough for a last-level cache,
+MIN_CHUNK_ROWS = 256  # but never fewer tokens than this: each chunk reads and writes the whole gradient of the rows
 
 
 def _chunk_rows(vocab_size: int) -> int:
-    return max(1, MAX_CHUNK_LOGITS // vocab_size)
+    return max(MIN_CHUNK_ROWS, CHUNK_LOGITS // vocab_size)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -21,11 +22,13 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss of each target [n], 0 where ignored, and the log of the partition sum [n, 1]; logits [n, V]."""
-    log_sum = torch.logsumexp(logits, dim=-1, keepdim=True)
-    chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
-    return torch.where(targets == IGNORED_TARGET, 0.0, (log_sum - chosen).squeeze(1)), log_sum
+def _softmax_losses_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Loss of each target [n], 0 where ignored; ``logits`` [n, V] become probabilities in place."""
+    largest = logits.amax(dim=-1, keepdim=True)
+    chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1)) - largest
+    total = logits.sub_(largest).exp_().sum(dim=-1, keepdim=True)
+    logits.div_(total)
+    return torch.where(targets == IGNORED_TARGET, 0.0, (total.log() - chosen).squeeze(1))
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -33,30 +36,31 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, softcap):
-        rows = _chunk_rows(weight.shape[0])
+        rows = min(_chunk_rows(weight.shape[0]), max(1, hidden.shape[0]))
         losses = torch.empty_like(hidden[:, 0])
         with_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden) if with_grad else None
         grad_weight = torch.zeros_like(weight) if with_grad else None
-        for h, t, loss, grad in zip(
-            hidden.split(rows),
-            targets.split(rows),
-            losses.split(rows),
-            (hidden if grad_hidden is None else grad_hidden).split(rows),
-            strict=True,
-        ):
-            logits = capped(h @ weight.mT, softcap)
-            values, log_sum = _losses(logits, t)
-            loss.copy_(values)
-            if grad_weight is None:
-                continue
-            slope = (logits - log_sum).exp_()
-            slope[torch.arange(len(t), device=t.device), t.clamp(min=0)] -= 1.0
+        # One buffer for all chunks: fresh memory for each would cost more in page faults than the arithmetic.
+        buffer = hidden.new_empty(rows, weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            part = slice(start, start + rows)
+            h, t = hidden[part], targets[part]
+            logits = torch.mm(h, weight.mT, out=buffer[: len(t)])
+            slope = None
             if softcap is not None:
-                slope *= 1.0 - (logits / softcap).square()
-            slope.masked_fill_((t == IGNORED_TARGET).unsqueeze(1), 0.0)
-            torch.mm(slope, weight, out=grad)
-            grad_weight.addmm_(slope.mT, h)
+                logits.div_(softcap).tanh_()
+                slope = 1.0 - logits.square()
+                logits.mul_(softcap)
+            losses[part] = _softmax_losses_(logits, t)
+            if grad_hidden is None or grad_weight is None:
+                continue
+            logits[torch.arange(len(t), device=t.device), t.clamp(min=0)] -= 1.0
+            logits.masked_fill_((t == IGNORED_TARGET).unsqueeze(1), 0.0)
+            if slope is not None:
+                logits.mul_(slope)
+            torch.mm(logits, weight, out=grad_hidden[part])
+            grad_weight.addmm_(logits.mT, h)
         if with_grad:
             ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.mark_non_differentiable(losses)
@@ -94,6 +98,6 @@ def score_targets(
     losses, correct = [], []
     for h, t in zip(hidden.split(rows), targets.long().split(rows), strict=True):
         logits = capped(h @ weight.mT, softcap)
-        losses.append(_losses(logits, t)[0])
         correct.append(logits.argmax(dim=-1) == t)
+        losses.append(_softmax_losses_(logits, t))
     return torch.cat(losses), torch.cat(correct)

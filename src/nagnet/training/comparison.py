@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nagnet import ops
 from nagnet.data.corpus import Corpus
 from nagnet.data.loader import BatchLoader, encode_documents
 from nagnet.data.tokenizer import Tokenizer, cached_tokenizer
@@ -110,6 +111,7 @@ class Comparison:
             f"corpus: {corpus.source}, {len(corpus.train)} documents, {corpus.train_bytes / 1e6:.1f} MB, "
             f"hash {corpus.content_hash[:12]}"
         )
+        self.echo(f"device: {self.device}, products in {self.dtype}, residual backend {ops.get_backend()}")
         for name, trainer in self.trainers.items():
             total = parameter_counts(trainer.model_config)["total"]
             self.echo(
@@ -198,6 +200,7 @@ class Comparison:
             "seed": self.config.seed,
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
+            "backend": ops.get_backend(),
             "threads": torch.get_num_threads(),
             "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
             "versions": {name: version(name) for name in ("nagnet", "torch")} | {"python": platform.python_version()},

@@ -86,6 +86,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def release_freed_memory() -> None:
+    """Returns freed memory to the system (glibc), so that a peak counts from what is really held."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory instead of returning it to the system, for the rest of the process.
 

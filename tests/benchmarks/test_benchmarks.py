@@ -1,0 +1,72 @@
+"""Benchmarks measure what they say; the numbers themselves are for records/."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from nagnet.benchmarks import residual_update, training_step
+from nagnet.benchmarks.timing import interleave, kept_bytes, machine
+from nagnet.cli.application import run
+from nagnet.errors import UserError
+from nagnet.models.config import ModelConfig
+from nagnet.ops import fused
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Compiling takes most of the time of these benchmarks and nothing here depends on it."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(fused, "_call", lambda body, *arguments: body(*arguments))
+
+
+def test_alternatives_take_turns():
+    calls = []
+    timings = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warm_up=1)
+    assert calls == ["a", "b"] * 4
+    assert timings["a"].fastest <= timings["a"].low <= timings["a"].median <= timings["a"].high
+
+
+def test_one_repeat_has_no_median():
+    with pytest.raises(UserError, match="repeats is 1"):
+        interleave({"a": lambda: None}, repeats=1)
+
+
+def test_kept_bytes_counts_each_storage_once_and_no_parameters():
+    layer = nn.Linear(8, 8, bias=False)
+    x = torch.randn(5, 8, requires_grad=True)
+    assert kept_bytes(lambda: layer(x), layer) == 5 * 8 * 4
+    assert kept_bytes(lambda: layer(x) + layer(x), layer) == 5 * 8 * 4
+
+
+def test_update_counts_the_bytes_that_must_move(uncompiled):
+    rows = residual_update.bench_residual_update(16, 8, 2, torch.float32, CPU, repeats=2)
+    by_name = {row["name"]: row for row in rows}
+    size = 16 * 8 * 4
+    assert by_name["clone"]["bytes"] == 2 * size and by_name["clone"]["share_of_clone"] == pytest.approx(1.0)
+    assert by_name["norm-agnostic, fused"]["bytes"] == 8 * size
+    assert by_name["gain"]["flops"] == 6 * 16 * 8 * 2
+
+
+def test_step_compares_both_arms(monkeypatch):
+    tiny = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, n_directions=2)
+    monkeypatch.setitem(training_step.SHAPES, "tiny", (tiny, 2, 8))
+    result = training_step.bench_training_step("tiny", torch.float32, CPU, repeats=2, compiled=False)
+    arms = result["arms"]
+    assert set(arms) == {"norm_agnostic", "pre_norm"}
+    assert result["ratios"]["kept_bytes"] == arms["norm_agnostic"]["kept_bytes"] / arms["pre_norm"]["kept_bytes"]
+    assert result["ratios"]["kept_bytes"] > 1  # uncompiled, the reference keeps more than the twin
+
+
+def test_command_prints_and_writes_json(uncompiled, tmp_path, capsys):
+    out = tmp_path / "result.json"
+    arguments = ["bench", "residual_update", "--rows", "16", "--d-model", "8", "--repeats", "2", "--json"]
+    assert run([*arguments, "--out", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    assert printed["machine"]["torch"] == machine()["torch"]
+    assert run(arguments[:-1]) == 0
+    assert "of clone" in capsys.readouterr().out
