@@ -59,7 +59,7 @@ def loss_figure(metrics: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
             smooth = running_mean(loss, window)
             stride = math.ceil(len(loss) / MAX_RAW_POINTS)
             color = looks[arm]["color"]
-            axes.plot(x[::stride], loss[::stride], color=color, linewidth=0.7, alpha=0.25)
+            axes.plot(x[::stride], loss[::stride], color=color, linewidth=0.6, alpha=0.15)
             label = f"{looks[arm]['label']}: {loss[-window:].mean():.3f} at the end"
             axes.plot(x[::stride], smooth[::stride], **{**looks[arm], "label": label})
             late = smooth[int(HIDDEN_SHARE * len(smooth)) :]
