@@ -38,6 +38,15 @@ def _empty(folder):
     return folder / "empty.txt"
 
 
+def _five_files(folder):
+    """Enough text to train on, and one document held out: no interval could be given."""
+    (folder / "five").mkdir()
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in ("argparse", "ast", "calendar", "configparser", "dataclasses"):
+        (folder / "five" / f"{name}.py").write_bytes((library / f"{name}.py").read_bytes())
+    return folder / "five"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -49,9 +58,12 @@ def _empty(folder):
         (lambda folder: ["compare", "--arms", "pre_norm"], "two or more"),
         (lambda folder: ["compare", "--arms", "pre_norm,nagg"], "nagg"),
         (lambda folder: ["demo", "--budget", "-1"], "flops"),
+        (lambda folder: ["demo", "--budget", "inf"], "flops"),
         (lambda folder: ["demo", "--seed", "-1"], "seed"),
+        (lambda folder: ["demo", "--seed", str(10**22)], "seed"),
+        (lambda folder: ["demo", "--data", _five_files(folder)], "held-out"),
     ],
-    ids=["recipe", "missing", "binary", "empty", "vocabulary", "one arm", "unknown arm", "budget", "seed"],
+    ids=["recipe", "missing", "binary", "empty", "vocabulary", "one arm", "unknown arm", "budget", "infinite", "seed", "huge seed", "few files"],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, arguments, message):
     code = run([*map(str, arguments(tmp_path)), "--out", str(tmp_path / "out")])

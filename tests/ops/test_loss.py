@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from nagnet.errors import UserError
 from nagnet.ops import loss
 
 
@@ -61,6 +62,15 @@ def test_float32_error_is_at_most_twice_that_of_all_logits_at_once():
     chunked = torch.autograd.grad(loss.summed_cross_entropy(*narrow, targets)[0], narrow)
     for a, b, c in zip(chunked, full, truth, strict=True):
         assert (a - c).norm() <= 2 * (b - c).norm()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1000])
+def test_targets_outside_the_vocabulary_are_refused(wrong):
+    hidden, weight, targets = _inputs(1000, 8)
+    targets[5] = wrong
+    for function in (loss.summed_cross_entropy, loss.score_targets):
+        with pytest.raises(UserError, match=f"target {wrong} .*-100"):
+            function(hidden, weight, targets)
 
 
 def test_score_tells_losses_and_hits_without_a_graph():

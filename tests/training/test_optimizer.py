@@ -59,6 +59,18 @@ def test_roles_in_a_foreign_model():
     assert roles["residual.modulator.weight"] == "gate"
 
 
+def test_a_matrix_that_happens_to_have_the_tables_shape_is_no_head():
+    roles = parameter_roles(Decoder(ModelConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=64), seed=0))
+    assert roles["blocks.0.mlp.up_proj.weight"] == "matrix"  # [64, 16], like the table
+    assert [name for name, role in roles.items() if role == "head"] == ["readout.weight"]
+
+
+def test_constrain_after_step_wants_a_model_that_can():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="constrain_"):
+        constrain_after_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+
+
 def test_gates_and_scalars_are_not_decayed_unless_asked():
     decay = {g["role"]: g.get("weight_decay") for g in parameter_groups(Decoder(TINY, seed=0))}
     assert decay["gate"] == decay["scalar"] == 0.0

@@ -101,7 +101,9 @@ class Decoder(nn.Module):
         Raises:
             UserError: for a token outside the vocabulary (checked on CPU; an accelerator raises its own error).
         """
-        if tokens.device.type == "cpu" and tokens.numel():
+        if tokens.dim() != 2:
+            raise UserError(f"tokens have shape {tuple(tokens.shape)}; give [batch, time]")
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
@@ -137,6 +139,7 @@ class Decoder(nn.Module):
 
         The logits of a chunk of tokens exist at a time, never [B, T, V].
         """
+        _check_same_shape(tokens, targets)
         direction, log_norm = self.trunk(tokens).split()
         return self.readout.summed_loss(direction, log_norm, targets)
 
@@ -147,6 +150,7 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def score(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b t"], Tensor]:
         """Loss of each target in nats and whether it is the likeliest token, both [B, T]; 0 and false for -100."""
+        _check_same_shape(tokens, targets)
         direction, log_norm = self.trunk(tokens).split()
         return self.readout.score(direction, log_norm, targets)
 
@@ -167,6 +171,11 @@ class Decoder(nn.Module):
         """
         for block in self.blocks:
             block.compile(dynamic=False, fullgraph=True)
+
+
+def _check_same_shape(tokens: Tensor, targets: Tensor) -> None:
+    if tokens.shape != targets.shape:
+        raise UserError(f"tokens have shape {tuple(tokens.shape)} but targets {tuple(targets.shape)}; give one per token")
 
 
 def build_stream(config: ModelConfig) -> ResidualStream:

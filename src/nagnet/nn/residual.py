@@ -189,7 +189,13 @@ class NormAgnosticResidual(ResidualUpdate):
         self.modulator.reset_parameters(generator)
 
     def begin(self, x: Float[Tensor, "*batch d"]) -> NormAgnosticState:
-        """Splits a vector [..., d] of any scale into direction and log norm (equations 3-5)."""
+        """Splits a vector [..., d] of any scale into direction and log norm (equations 3-5).
+
+        Raises:
+            UserError: if ``x`` is not a floating tensor of width d.
+        """
+        if not x.is_floating_point() or x.shape[-1:] != (self.d_model,):
+            raise UserError(f"a stream begins with floats [..., {self.d_model}], not {x.dtype} {tuple(x.shape)}")
         return NormAgnosticState(*reference.split(x))
 
     def read(self, state: NormAgnosticState) -> Tensor:
@@ -206,7 +212,12 @@ class NormAgnosticResidual(ResidualUpdate):
 
         Args:
             gain: [...] as `gain` returned it; None computes it from ``state``.
+
+        Raises:
+            UserError: if ``branch`` has another shape than the direction.
         """
+        if branch.shape != state.direction.shape:
+            raise UserError(f"branch {tuple(branch.shape)} must have the shape {tuple(state.direction.shape)} of the stream")
         if gain is None:
             gain = self.gain(state)
         return NormAgnosticState(*ops.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nagnet.errors import UserError
 from nagnet.typing import Float, Int
 
 IGNORED_TARGET = -100
@@ -73,6 +74,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return grad_sum * grad_hidden, grad_sum * grad_weight, None, None
 
 
+def _check_targets(targets: Tensor, vocab_size: int) -> Tensor:
+    """Targets as int64; on a CPU, anything but -100 and 0..V-1 is refused (an accelerator would have to wait)."""
+    if targets.device.type == "cpu":
+        wrong = targets[(targets != IGNORED_TARGET) & ((targets < 0) | (targets >= vocab_size))]
+        if wrong.numel():
+            raise UserError(f"target {int(wrong[0])} is outside 0..{vocab_size - 1}; ignored targets are {IGNORED_TARGET}")
+    return targets.long()
+
+
 def summed_cross_entropy(
     hidden: Float[Tensor, "n d"], weight: Float[Tensor, "v d"], targets: Int[Tensor, " n"], softcap: float | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " n"]]:
@@ -86,7 +96,7 @@ def summed_cross_entropy(
     Returns:
         Sum over the targets in nats (differentiable once), and each target's loss [n] (no gradient; 0 if ignored).
     """
-    return _SummedCrossEntropy.apply(hidden, weight, targets.long(), softcap)
+    return _SummedCrossEntropy.apply(hidden, weight, _check_targets(targets, weight.shape[0]), softcap)
 
 
 @torch.no_grad()
@@ -96,7 +106,8 @@ def score_targets(
     """Loss in nats [n] (0 if ignored) and whether the target is the likeliest token, bool [n] (false if ignored)."""
     rows = _chunk_rows(weight.shape[0])
     losses, correct = [], []
-    for h, t in zip(hidden.split(rows), targets.long().split(rows), strict=True):
+    targets = _check_targets(targets, weight.shape[0])
+    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
         logits = capped(h @ weight.mT, softcap)
         correct.append(logits.argmax(dim=-1) == t)
         losses.append(_softmax_losses_(logits, t))

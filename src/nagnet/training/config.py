@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from nagnet.models.config import ModelConfig
 from nagnet.models.flops import Convention
 from nagnet.training.optimizer import OptimizerConfig
 from nagnet.training.schedule import ScheduleConfig
+
+MAX_SEED = 2**63
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class RunConfig:
 
     def __post_init__(self):
         for name in ("flops", "batch_size", "seq_len", "micro_batches", "eval_bytes"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.seed < 0:
-            raise UserError(f"seed is {self.seed}; give 0 or more")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be a number above 0")
+        if not 0 <= self.seed < MAX_SEED:
+            raise UserError(f"seed is {self.seed}; give 0 or more, below 2^63")
         if self.batch_size % self.micro_batches:
             raise UserError(f"micro_batches {self.micro_batches} does not divide batch_size {self.batch_size}")
 

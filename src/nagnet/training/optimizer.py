@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,16 @@ ROLES = {
     "scalar": "encode gain, learned scales, norms and biases",
 }
 UNDECAYED = ("gate", "scalar")
+HEAD_NAME = re.compile(r"(^|\.)(lm_?)?(head|unembed\w*|output)(\.|$)")
 
 
 def parameter_roles(model: nn.Module) -> dict[str, str]:
     """Assigns a role of ``ROLES`` to every trainable parameter, in any model.
 
     Gates are the parameters of residual updates; embeddings those of ``nn.Embedding``; heads those of `Readout`
-    and any other parameter shaped like an embedding's table (a separate ``lm_head``). Of the rest, parameters
-    of two or more dimensions are matrices and the others scalars. A tied head counts as an embedding.
+    and parameters shaped like an embedding's table under a name such as ``lm_head``, ``head``, ``unembed`` or
+    ``output``. Of the rest, parameters of two or more dimensions are matrices and the others scalars. A tied head
+    counts as an embedding.
 
     Returns:
         Parameter name -> role, in the order of ``named_parameters()``.
@@ -44,14 +47,16 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
             role_of.setdefault(id(module.weight), "head")
     table_shapes = {tuple(table.shape) for table in tables}
 
-    def role(parameter: Tensor) -> str:
+    def role(name: str, parameter: Tensor) -> str:
         if id(parameter) in role_of:
             return role_of[id(parameter)]
         if parameter.ndim < 2:
             return "scalar"
-        return "head" if tuple(parameter.shape) in table_shapes else "matrix"
+        # The shape alone would not do: an MLP of width 4d has it wherever the vocabulary is 4d.
+        is_head = tuple(parameter.shape) in table_shapes and HEAD_NAME.search(name) is not None
+        return "head" if is_head else "matrix"
 
-    return {name: role(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: role(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def parameter_groups(model: nn.Module, **options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -221,4 +226,6 @@ def constrain_after_step(model: Any, *optimizers: Optimizer) -> None:
     """
     if not optimizers:
         raise UserError("constrain_after_step needs at least one optimizer")
+    if not callable(getattr(model, "constrain_", None)):
+        raise UserError(f"{type(model).__name__} has no constrain_(); write one that calls those of its readout and rows")
     optimizers[-1].register_step_post_hook(lambda *_: model.constrain_())
