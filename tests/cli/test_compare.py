@@ -63,7 +63,20 @@ def _five_files(folder):
         (lambda folder: ["demo", "--seed", str(10**22)], "seed"),
         (lambda folder: ["demo", "--data", _five_files(folder)], "held-out"),
     ],
-    ids=["recipe", "missing", "binary", "empty", "vocabulary", "one arm", "unknown arm", "budget", "infinite", "seed", "huge seed", "few files"],
+    ids=[
+        "recipe",
+        "missing",
+        "binary",
+        "empty",
+        "vocabulary",
+        "one arm",
+        "unknown arm",
+        "budget",
+        "infinite",
+        "seed",
+        "huge seed",
+        "few files",
+    ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(tmp_path, capsys, arguments, message):
     code = run([*map(str, arguments(tmp_path)), "--out", str(tmp_path / "out")])

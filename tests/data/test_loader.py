@@ -55,6 +55,16 @@ def test_targets_are_inputs_shifted_by_one_and_never_bos(packed):
         assert torch.equal(targets[ordinary], inputs[ordinary] + 1)
 
 
+def test_ignoring_targets_leaves_the_inputs_of_a_single_row_alone(packed):
+    loader = BatchLoader(packed, 1, 8, seed=0)
+    ignored = 0
+    for step in range(loader.rows_per_epoch):
+        inputs, targets = loader.batch(step)
+        assert (inputs >= 0).all()
+        ignored += int((targets < 0).sum())
+    assert ignored > 0
+
+
 def test_an_epoch_holds_every_document_whole_in_a_new_order(packed):
     originals = {
         tuple(packed.tokens[a:b].tolist()) for a, b in zip(packed.offsets[:-1], packed.offsets[1:], strict=True)

@@ -6,6 +6,7 @@ Benchmarks: residual_update, training_step, loss, compile_time, or all. Expect o
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import tyro
 
 from nagnet.cli.device import DeviceName, resolve_device
+from nagnet.errors import UserError
 
 
 @dataclass
@@ -53,7 +55,10 @@ def main(options: Options) -> None:
     kept = options.keep_freed_memory and keep_freed_memory()
     names = [options.benchmark] if options.benchmark != "all" else [*_BENCHMARKS]
     result: dict[str, Any] = {"machine": machine(), "device": str(device), "freed_memory_kept": kept}
+    if options.rows < 1 or options.d_model < 1:
+        raise UserError(f"--rows {options.rows} and --d-model {options.d_model} must be 1 or more")
     for name in names:
+        print(f"{name}: compiling, then {options.repeats} timed rounds", file=sys.stderr, flush=True)
         result[name] = _BENCHMARKS[name](options, device)
     text = json.dumps(result, indent=2)
     if options.out is not None:

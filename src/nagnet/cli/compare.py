@@ -1,4 +1,4 @@
-"""Train arms that differ in the residual rule alone, on the same batches and FLOPs, and report the difference.
+"""Train arms that differ in residual rule and readout, on the same batches and FLOPs, and report the difference.
 
 Writes to a new folder: report.html, summary.json, metrics.jsonl, tokenizer.json, figures/, and each arm's model.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ import tyro
 
 from nagnet.cli.device import DeviceName, resolve_device
 from nagnet.cli.names import unknown_name
-from nagnet.cli.output_folder import claim_output_folder
+from nagnet.cli.output_folder import check_output_folder, claim_output_folder
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Options(CommonOptions):
 
 def main(options: Options) -> int:
     """Runs the comparison."""
-    return run(options, options.recipe, [name for name in options.arms.split(",") if name])
+    return run(options, options.recipe, [name.strip() for name in options.arms.split(",") if name.strip()])
 
 
 def run(options: CommonOptions, recipe: str, arm_names: list[str]) -> int:
@@ -63,12 +64,18 @@ def run(options: CommonOptions, recipe: str, arm_names: list[str]) -> int:
         Exit code: 0, or 130 where Ctrl-C ended training early.
     """
     from nagnet.data.corpus import read_corpus, standard_library_corpus
+    from nagnet.nn.residual import RESIDUAL_STREAMS
     from nagnet.recipes import RECIPES
     from nagnet.training.comparison import Comparison, build_arms
     from nagnet.training.compute import choose_compute_dtype
 
+    out = options.out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
+    check_output_folder(out, options.force)
     if recipe not in RECIPES:
         raise unknown_name("recipe", recipe, RECIPES)
+    for name in arm_names:
+        if name not in RESIDUAL_STREAMS:
+            raise unknown_name("arm", name, RESIDUAL_STREAMS)
     changes: dict[str, Any] = {"seed": options.seed, "compile": not options.eager}
     if options.budget is not None:
         changes["flops"] = options.budget
@@ -76,7 +83,6 @@ def run(options: CommonOptions, recipe: str, arm_names: list[str]) -> int:
     arms = build_arms(config.model, arm_names)
     device = resolve_device(options.device)
     corpus = read_corpus(options.data) if options.data else standard_library_corpus()
-    out = options.out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
     comparison = Comparison(
         recipe,
         config,
@@ -90,14 +96,18 @@ def run(options: CommonOptions, recipe: str, arm_names: list[str]) -> int:
     claim_output_folder(out, options.force)
     comparison.describe()
     comparison.train()
-    if comparison.interrupted:
-        comparison.write_summary(comparison.summary({}))
+    comparison.write_summary(comparison.summary({}))  # so that nothing is lost if what follows is cut short
+    try:
+        if comparison.interrupted:
+            raise KeyboardInterrupt
+        summary = comparison.summary(comparison.evaluate())
+        comparison.write_summary(summary)
+        _finish(comparison, summary, options.json)
+    except KeyboardInterrupt:
         done = ", ".join(f"{name} {t.n_done} of {t.n_steps} steps" for name, t in comparison.trainers.items())
-        print(f"interrupted after {done}; models, tokenizer and metrics are in {out}")
+        where = f"models, tokenizer, metrics and summary.json are in {out}, without a report"
+        print(f"nagnet: interrupted after {done}; {where}", file=sys.stderr)
         return 130
-    summary = comparison.summary(comparison.evaluate())
-    comparison.write_summary(summary)
-    _finish(comparison, summary, options.json)
     return 0
 
 

@@ -18,7 +18,7 @@ def print_table(summary: dict[str, Any]) -> None:
     columns = ("arm", "bits per byte", "tokens", "training FLOPs", "parameters", "step time", "peak memory")
     for column in columns:
         table.add_column(column, justify="left" if column == "arm" else "right")
-    reference = list(arms.values())[-1]
+    reference = arms.get("pre_norm") or list(arms.values())[-1]
     for name, arm in arms.items():
         ratio = arm["median_step_seconds"] / reference["median_step_seconds"]
         table.add_row(

@@ -9,6 +9,16 @@ MARKER = ".nagnet-run"
 _MARKER_TEXT = "This folder belongs to one run of nagnet. A command given --force may delete everything in it.\n"
 
 
+def check_output_folder(path: Path, force: bool) -> None:
+    """Refuse early, and without writing, a folder that `claim_output_folder` would refuse for what it holds.
+
+    Raises:
+        UserError: As there, if the folder holds an earlier run and ``force`` is false, or other files.
+    """
+    if path.is_dir() and any(entry.name != MARKER for entry in path.iterdir()):
+        _check_replaceable(path, force)
+
+
 def claim_output_folder(path: Path, force: bool) -> Path:
     """Make the folder of a new run, or take an empty one.
 

@@ -207,7 +207,7 @@ class BatchLoader:
         epochs, rows = np.divmod(np.arange(first, first + self._batch_size), self.rows_per_epoch)
         parts = [self._read(int(epoch), rows[epochs == epoch]) for epoch in np.unique(epochs)]
         tokens = torch.from_numpy(np.concatenate(parts))
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()  # a single row shares memory otherwise
         targets[targets == self._packed.bos_id] = IGNORED_TARGET
         return inputs, targets
 

@@ -94,7 +94,7 @@ def evaluate_documents(
     if seq_len < 1 or batch_size < 1:
         raise UserError(f"seq_len {seq_len} and batch_size {batch_size} must both be at least 1")
     if max_bytes is not None:
-        documents = _documents_within(documents, max_bytes)
+        documents = documents_within(documents, max_bytes)
     n_bytes = np.array([document.n_bytes for document in documents], dtype=np.int64)
     if n_bytes.sum() == 0:
         raise UserError("there is no text to evaluate; give documents that are not empty")
@@ -132,8 +132,13 @@ def bits_per_byte(losses: torch.Tensor, targets: torch.Tensor, token_bytes: np.n
     return float(nats / (math.log(2) * total)) if total else math.nan
 
 
-def _documents_within(documents: Sequence[Document], max_bytes: int) -> list[Document]:
-    """Choose documents by the hash of their names until the next would exceed the bytes; keep their order."""
+def documents_within(documents: Sequence[Document], max_bytes: int) -> list[Document]:
+    """Choose documents by the hash of their names until the next would exceed ``max_bytes``; keep their order.
+
+    Args:
+        documents: Texts to choose from.
+        max_bytes: Most UTF-8 bytes in all; at least one document is chosen.
+    """
     chosen: set[int] = set()
     total = 0
     for index in sorted(range(len(documents)), key=lambda i: name_hash(documents[i].name)):

@@ -59,8 +59,13 @@ class ModelConfig:
         if self.mlp not in MLPS:
             raise UserError(f"mlp {self.mlp!r}: choose one of {', '.join(MLPS)}")
         for name in ("d_model", "n_layers", "n_heads", "vocab_size", "max_seq_len", "n_directions"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+        if not isinstance(self.readout, ReadoutConfig | None):
+            raise UserError(f"readout is {self.readout!r}; give a ReadoutConfig, or leave it out")
+        if not math.isfinite(self.init_exponent):
+            raise UserError(f"init_exponent is {self.init_exponent}; it must be a finite number")
         if self.head_dim is DERIVED and self.d_model % self.n_heads:
             raise UserError(
                 f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}; change one or set head_dim"

@@ -175,7 +175,9 @@ class Decoder(nn.Module):
 
 def _check_same_shape(tokens: Tensor, targets: Tensor) -> None:
     if tokens.shape != targets.shape:
-        raise UserError(f"tokens have shape {tuple(tokens.shape)} but targets {tuple(targets.shape)}; give one per token")
+        raise UserError(
+            f"tokens have shape {tuple(tokens.shape)} but targets {tuple(targets.shape)}; give one per token"
+        )
 
 
 def build_stream(config: ModelConfig) -> ResidualStream:

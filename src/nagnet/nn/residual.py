@@ -217,7 +217,9 @@ class NormAgnosticResidual(ResidualUpdate):
             UserError: if ``branch`` has another shape than the direction.
         """
         if branch.shape != state.direction.shape:
-            raise UserError(f"branch {tuple(branch.shape)} must have the shape {tuple(state.direction.shape)} of the stream")
+            raise UserError(
+                f"branch {tuple(branch.shape)} must have the shape {tuple(state.direction.shape)} of the stream"
+            )
         if gain is None:
             gain = self.gain(state)
         return NormAgnosticState(*ops.rotate(state.direction, state.log_norm, branch, gain, self.branch_eps))

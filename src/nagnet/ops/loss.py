@@ -79,7 +79,9 @@ def _check_targets(targets: Tensor, vocab_size: int) -> Tensor:
     if targets.device.type == "cpu":
         wrong = targets[(targets != IGNORED_TARGET) & ((targets < 0) | (targets >= vocab_size))]
         if wrong.numel():
-            raise UserError(f"target {int(wrong[0])} is outside 0..{vocab_size - 1}; ignored targets are {IGNORED_TARGET}")
+            raise UserError(
+                f"target {int(wrong[0])} is outside 0..{vocab_size - 1}; ignored targets are {IGNORED_TARGET}"
+            )
     return targets.long()
 
 

@@ -22,7 +22,7 @@ from nagnet.data.loader import BatchLoader, encode_documents
 from nagnet.data.tokenizer import Tokenizer, cached_tokenizer
 from nagnet.diagnostics.probe import measuring
 from nagnet.errors import UserError
-from nagnet.evaluation.bits_per_byte import DocumentScores, evaluate_documents
+from nagnet.evaluation.bits_per_byte import DocumentScores, documents_within, evaluate_documents
 from nagnet.evaluation.statistics import paired_bootstrap_bits_per_byte
 from nagnet.files import default_cache_dir, write_atomically
 from nagnet.generation.sampler import sample_text
@@ -97,6 +97,12 @@ class Comparison:
         if differences and not self.allow_differences:
             raise UserError(f"arms differ outside the residual rule in {'; '.join(differences)}; allow it explicitly")
         self.tokenizer: Tokenizer = cached_tokenizer(self.corpus, self.config.model.vocab_size)
+        self.evaluated = documents_within(self.corpus.held_out, self.config.eval_bytes)
+        if len(self.evaluated) < 2:
+            raise UserError(
+                f"{self.corpus.source}: {len(self.evaluated)} held-out document is too few for an interval; "
+                "give more files, so that two or more are held out"
+            )
         packed = encode_documents(self.corpus.train, self.tokenizer, cache_dir=default_cache_dir())
         loader = BatchLoader(packed, self.config.batch_size, self.config.seq_len, self.config.seed)
         self.trainers = {
@@ -128,7 +134,8 @@ class Comparison:
         """Trains all arms side by side: the arm that has spent the fewest FLOPs takes the next step.
 
         Step times of the arms are thus measured interleaved. Ctrl-C ends training after the current step, with
-        all arms at the same FLOPs. Metrics are written as the run goes, models at the end or on interruption.
+        all arms within one step of the same FLOPs. Metrics are written as the run goes, models at its
+        end, however it ends.
         """
         for name, trainer in self.trainers.items():
             if self.config.compile:
@@ -164,11 +171,10 @@ class Comparison:
             with Progress(f"evaluating {name}", 1.0) as progress, measuring(trainer.model):
                 scores[name] = evaluate_documents(
                     self._scorer(trainer.model),
-                    self.corpus.held_out,
+                    self.evaluated,
                     self.tokenizer,
                     self.config.seq_len,
                     EVAL_ROWS,
-                    max_bytes=self.config.eval_bytes,
                     progress=lambda done, of, progress=progress: progress.update(done / of),
                 )
         return scores

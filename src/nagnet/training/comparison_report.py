@@ -15,26 +15,23 @@ from nagnet.diagnostics.confidence import collect_confidence
 from nagnet.diagnostics.geometry import gain_by_update, norm_by_depth, rotation_by_depth
 from nagnet.diagnostics.report import write_report
 from nagnet.diagnostics.style import save_figure
-from nagnet.errors import UserError
 from nagnet.training.comparison import Comparison
 
 PROBE_DOCUMENTS = 24
 PROBE_LENGTH = 64
-CONFIDENCE_BATCHES = 12
+CONFIDENCE_ROWS = 48
 
 
 def probe_tokens(packed: PackedTokens, documents: int = PROBE_DOCUMENTS, length: int = PROBE_LENGTH) -> Tensor:
     """The first documents that are long enough, BOS in front, cut to ``length`` tokens.
 
-    Returns:
-        int64 [at most ``documents``, length].
+    Where no document is that long, the length of the longest takes its place.
 
-    Raises:
-        UserError: if no document is that long.
+    Returns:
+        int64 [at most ``documents``, at most ``length``].
     """
+    length = min(length, int((packed.offsets[1:] - packed.offsets[:-1]).max()))
     starts = [int(a) for a, b in zip(packed.offsets[:-1], packed.offsets[1:], strict=True) if b - a >= length]
-    if not starts:
-        raise UserError(f"no held-out document has {length} tokens; give longer documents")
     return torch.stack(
         [torch.from_numpy(packed.tokens[start : start + length].astype("int64")) for start in starts[:documents]]
     )
@@ -49,8 +46,8 @@ def write_comparison_report(comparison: Comparison, summary: dict[str, Any]) -> 
     packed = encode_documents(comparison.corpus.held_out, comparison.tokenizer)
     tokens = probe_tokens(packed).to(comparison.device)
     config = comparison.config
-    rows = BatchLoader(packed, config.batch_size, config.seq_len, seed=0)
-    n_batches = min(CONFIDENCE_BATCHES, rows.rows_per_epoch // config.batch_size)
+    rows = BatchLoader(packed, 1, min(config.seq_len, len(packed.tokens) - 1), seed=0)
+    n_batches = min(CONFIDENCE_ROWS, rows.rows_per_epoch)
     batches = [rows.batch(step) for step in range(n_batches)]
     batches = [(inputs.to(comparison.device), targets.to(comparison.device)) for inputs, targets in batches]
     models = {name: trainer.model for name, trainer in comparison.trainers.items()}

@@ -227,5 +227,7 @@ def constrain_after_step(model: Any, *optimizers: Optimizer) -> None:
     if not optimizers:
         raise UserError("constrain_after_step needs at least one optimizer")
     if not callable(getattr(model, "constrain_", None)):
-        raise UserError(f"{type(model).__name__} has no constrain_(); write one that calls those of its readout and rows")
+        raise UserError(
+            f"{type(model).__name__} has no constrain_(); write one that calls those of its readout and rows"
+        )
     optimizers[-1].register_step_post_hook(lambda *_: model.constrain_())
