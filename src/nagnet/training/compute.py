@@ -52,7 +52,7 @@ def compile_or_warn(model: Decoder, first_step: Callable[[], None]) -> bool:
         first_step()
         return True
     except Exception as error:  # whatever a missing or broken compiler raises
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split("\n")[:2]) or type(error).__name__
         warnings.warn(f"torch.compile does not work here, running eagerly (slower): {reason}", stacklevel=2)
         for block in model.blocks:
             block._compiled_call_impl = None
