@@ -13,6 +13,7 @@ from nagnet.diagnostics.geometry import (
     norm_by_depth,
     rotation_by_depth,
 )
+from nagnet.diagnostics.health import StreamHealth, stream_health, update_name
 from nagnet.diagnostics.probe import UpdateStep, measuring, observe_gains, observe_updates
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "GateHealth",
     "NormByDepth",
     "RotationByDepth",
+    "StreamHealth",
     "UpdateStep",
     "gain_by_update",
     "gate_health",
@@ -28,4 +30,6 @@ __all__ = [
     "observe_gains",
     "observe_updates",
     "rotation_by_depth",
+    "stream_health",
+    "update_name",
 ]

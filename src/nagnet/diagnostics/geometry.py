@@ -106,24 +106,11 @@ class GateHealth:
         NaN for a quarter without updates (models of fewer than four).
         """
         return {
-            "mean_gain": _by_quarter(self.mean_gain),
-            "floor_fraction": _by_quarter(self.legacy_floor_fraction),
-            "on_fraction": _by_quarter(self.legacy_on_fraction),
-            "dead_fraction": _by_quarter([float(dead) for dead in self.legacy_dead]),
+            "mean_gain": by_quarter(self.mean_gain),
+            "floor_fraction": by_quarter(self.legacy_floor_fraction),
+            "on_fraction": by_quarter(self.legacy_on_fraction),
+            "dead_fraction": by_quarter([float(dead) for dead in self.legacy_dead]),
         }
-
-
-@dataclass
-class _GateSums:
-    """Running sums over the tokens an update has seen."""
-
-    tokens: int = 0
-    gain: float = 0.0
-    floor: float = 0.0
-    on: float = 0.0
-
-    def mean(self, total: float) -> float:
-        return total / self.tokens if self.tokens else math.nan
 
 
 def norm_by_depth(model: Any, tokens: Tensor) -> NormByDepth:
@@ -139,7 +126,7 @@ def norm_by_depth(model: Any, tokens: Tensor) -> NormByDepth:
     Raises:
         UserError: if ``tokens`` is not a non-empty [B, T].
     """
-    _check_tokens(tokens)
+    check_tokens(tokens)
     rows: list[list[float]] = []
 
     def note(state: Any) -> None:
@@ -170,7 +157,7 @@ def rotation_by_depth(model: Any, tokens: Tensor) -> RotationByDepth:
     Raises:
         UserError: if ``tokens`` is not a non-empty [B, T].
     """
-    _check_tokens(tokens)
+    check_tokens(tokens)
     angles: list[float] = []
 
     def observer(step: UpdateStep) -> None:
@@ -198,11 +185,11 @@ def gain_by_update(model: nn.Module, tokens: Tensor) -> GainByUpdate | None:
     """
     if not any(isinstance(module, NormAgnosticResidual) for module in model.modules()):
         return None
-    updates, sums = _measure_gates(model, tokens)
+    updates, totals = _measure_gates(model, tokens)
     return GainByUpdate(
         update_index=torch.tensor([update.update_index for update in updates]),
         alpha=_vector([abs(update.alpha.item()) for update in updates]),
-        mean_gain=_vector([part.mean(part.gain) for part in sums]),
+        mean_gain=totals[:, 1] / totals[:, 0],
         initial_alpha=_vector([_initial_alpha(update) for update in updates]),
     )
 
@@ -224,13 +211,44 @@ def gate_health(model: nn.Module, tokens: Tensor, initial_gain: Sequence[float] 
         UserError: if the model holds no norm-agnostic update, ``tokens`` is not a non-empty [B, T], or
             ``initial_gain`` has another length than the model has updates.
     """
-    updates, sums = _measure_gates(model, tokens)
+    return summarize_gates(*_measure_gates(model, tokens), initial_gain)
+
+
+def gate_totals(update: NormAgnosticResidual, direction: Tensor) -> Tensor:
+    """Adds up over all tokens what the gate of ``update`` does with ``direction`` [..., d].
+
+    Returns:
+        [4], float32 or wider, on the device of ``direction``: tokens, sum of abs(alpha m) without the injection
+        scale, tokens with u <= 1e-6, tokens with abs(alpha m) > 0.25.
+    """
+    m = update.modulator
+    # beta = 1 makes the modulation u itself; u is out of reach of m where u^beta underflows.
+    beta_one = torch.full_like(m.raw_beta, RAW_BETA_FOR_ONE)
+    u = reference.modulation(direction, m.weight, m.bias, m.mixture, beta_one)
+    gain = (update.alpha * m(direction)).abs()
+    # A little above the floor: the clamped value went through a logarithm and back.
+    parts = (torch.ones_like(gain), gain, u <= reference.MODULATION_FLOOR * 1.001, gain > LEGACY_ON)
+    return torch.stack([part.sum(dtype=gain.dtype) for part in parts])
+
+
+def summarize_gates(
+    updates: Sequence[NormAgnosticResidual], totals: Tensor, initial_gain: Sequence[float] | None = None
+) -> GateHealth:
+    """Turns the sums of `gate_totals` into a verdict on each gate.
+
+    Args:
+        updates: in order of l. totals: [N, 4] on the CPU; zeros for an update that did not run.
+        initial_gain: as in `gate_health`.
+
+    Raises:
+        UserError: if ``initial_gain`` has another length than ``updates``.
+    """
     if initial_gain is None:
         initial_gain = [_initial_alpha(update) * MODULATION_AT_INIT for update in updates]
     if len(initial_gain) != len(updates):
         raise UserError(f"initial_gain has {len(initial_gain)} values, but the model has {len(updates)} updates")
     index = [update.update_index for update in updates]
-    mean_gain = [part.mean(part.gain) for part in sums]
+    mean_gain, floor, on = (totals[:, 1:] / totals[:, :1]).T.tolist()
     return GateHealth(
         update_index=index,
         mean_gain=mean_gain,
@@ -238,40 +256,32 @@ def gate_health(model: nn.Module, tokens: Tensor, initial_gain: Sequence[float] 
         collapsed_updates=[
             place for place, now, start in zip(index, mean_gain, initial_gain, strict=True) if now < ALARM_RATIO * start
         ],
-        legacy_floor_fraction=[part.mean(part.floor) for part in sums],
-        legacy_on_fraction=[part.mean(part.on) for part in sums],
+        legacy_floor_fraction=floor,
+        legacy_on_fraction=on,
         legacy_dead=[gain < LEGACY_DEAD for gain in mean_gain],
     )
 
 
-def _measure_gates(model: nn.Module, tokens: Tensor) -> tuple[list[NormAgnosticResidual], list[_GateSums]]:
-    """The norm-agnostic updates of ``model`` in order of l, and what their gates did on ``tokens``."""
-    _check_tokens(tokens)
-    sums: dict[NormAgnosticResidual, _GateSums] = {}
+def _measure_gates(model: nn.Module, tokens: Tensor) -> tuple[list[NormAgnosticResidual], Tensor]:
+    """The norm-agnostic updates of ``model`` in order of l, and their `gate_totals` on ``tokens``, float64 [N, 4]."""
+    check_tokens(tokens)
+    totals: dict[NormAgnosticResidual, Tensor] = {}
 
     def observer(update: NormAgnosticResidual, state: Any) -> None:
-        m = update.modulator
-        # beta = 1 makes the modulation u itself; u is out of reach of m where u^beta underflows.
-        beta_one = torch.full_like(m.raw_beta, RAW_BETA_FOR_ONE)
-        u = reference.modulation(state.direction, m.weight, m.bias, m.mixture, beta_one)
-        gain = (update.alpha * m(state.direction)).abs()
-        part = sums.setdefault(update, _GateSums())
-        part.tokens += gain.numel()
-        part.gain += _wide(gain).sum().item()
-        # A little above the floor: the clamped value went through a logarithm and back.
-        part.floor += (u <= reference.MODULATION_FLOOR * 1.001).sum().item()
-        part.on += (gain > LEGACY_ON).sum().item()
+        now = gate_totals(update, state.direction)
+        totals[update] = totals[update] + now if update in totals else now
 
     with observe_gains(model, observer) as updates:
         model(tokens)
-    return updates, [sums.get(update, _GateSums()) for update in updates]
+    return updates, torch.stack([_wide(totals.get(update, torch.zeros(4))) for update in updates])
 
 
 def _initial_alpha(update: NormAgnosticResidual) -> float:
     return update.update_index**-update.init_exponent
 
 
-def _by_quarter(values: list[float]) -> list[float]:
+def by_quarter(values: Sequence[float]) -> list[float]:
+    """Means over each quarter of the depth, first to last; NaN for a quarter without values."""
     quarters: list[list[float]] = [[], [], [], []]
     for place, value in enumerate(values):
         quarters[place * 4 // len(values)].append(value)
@@ -287,6 +297,7 @@ def _vector(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _check_tokens(tokens: Tensor) -> None:
+def check_tokens(tokens: Tensor) -> None:
+    """Raises a UserError unless ``tokens`` is a non-empty [B, T]."""
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise UserError(f"tokens have shape {list(tokens.shape)}; give a non-empty [batch, length]")
