@@ -7,6 +7,7 @@ of the residual update.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -20,6 +21,20 @@ TRAINING_FACTOR = 3
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
     """Parameters by part: ``total``, ``embedding``, ``readout`` (0 if tied), ``residual`` (of the rule), ``blocks``."""
+    return dict(_parameter_counts(config))
+
+
+def counted_parameters(config: ModelConfig) -> int:
+    """Parameters that take part in a product for every token, which FLOPs and tokens per parameter count.
+
+    All but the embedding table, whose rows are looked up; a tied table counts, as it is the readout too.
+    """
+    counts = parameter_counts(config)
+    return counts["total"] - (0 if config.tie_embeddings else counts["embedding"])
+
+
+@functools.lru_cache(maxsize=64)  # building a model of many blocks takes tenths of a second, even without its storage
+def _parameter_counts(config: ModelConfig) -> dict[str, int]:
     with torch.device("meta"):
         model = Decoder(config)
     counts = {
@@ -46,14 +61,12 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int, convention: Conve
         convention: ``causal`` counts the scores that causal attention needs, ``full`` the whole square
             (the walkthrough's).
     """
-    counts = parameter_counts(config)
-    parameters = counts["total"] - (0 if config.tie_embeddings else counts["embedding"])
     windows = config.sliding_windows or (0,)
     width = config.n_heads * config.head_dim
     attention = sum(
         4 * width * mean_context(seq_len, windows[layer % len(windows)], convention) for layer in range(config.n_layers)
     )
-    return round(2 * parameters + attention)
+    return round(2 * counted_parameters(config) + attention)
 
 
 def training_flops_per_token(config: ModelConfig, seq_len: int, convention: Convention = "causal") -> int:

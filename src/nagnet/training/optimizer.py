@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import AdamW, Optimizer
 
 from nagnet.errors import UserError
 from nagnet.nn.readout import Readout
 from nagnet.nn.residual import ResidualUpdate
+from nagnet.training.muon import MATRIX_DIMS, Muon
+from nagnet.training.overrides import coerce_fields
 
 ROLES = {
     "matrix": "weights of attention and MLP",
     "embedding": "rows looked up by token or position",
     "head": "rows of the readout",
     "gate": "modulators and alpha of the residual rule",
-    "scalar": "encode gain, learned scales, norms and biases",
+    "scalar": "encode gain, learned scales, norms, biases and convolution kernels",
 }
 UNDECAYED = ("gate", "scalar")
+WIDTH_SCALED_RATES = ("embedding_lr", "free_head_lr", "unit_head_lr")
+RATES = ("matrix_lr", *WIDTH_SCALED_RATES, "gate_lr", "scalar_lr")
 HEAD_NAME = re.compile(r"(^|\.)(lm_?)?(head|unembed\w*|output)(\.|$)")
 
 
@@ -31,8 +37,9 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
 
     Gates are the parameters of residual updates; embeddings those of ``nn.Embedding``; heads those of `Readout`
     and parameters shaped like an embedding's table under a name such as ``lm_head``, ``head``, ``unembed`` or
-    ``output``. Of the rest, parameters of two or more dimensions are matrices and the others scalars. A tied head
-    counts as an embedding.
+    ``output``. Of the rest, parameters of two or three dimensions (a matrix, or a stack of them such as the experts
+    of one layer) are matrices, and the others scalars, as are the kernels of convolutions. A tied head counts as an
+    embedding.
 
     Returns:
         Parameter name -> role, in the order of ``named_parameters()``.
@@ -45,12 +52,14 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
             role_of |= {id(parameter): "gate" for parameter in module.parameters()}
         elif isinstance(module, Readout):
             role_of.setdefault(id(module.weight), "head")
+        elif isinstance(module, _ConvNd):
+            role_of |= {id(parameter): "scalar" for parameter in module.parameters()}
     table_shapes = {tuple(table.shape) for table in tables}
 
     def role(name: str, parameter: Tensor) -> str:
         if id(parameter) in role_of:
             return role_of[id(parameter)]
-        if parameter.ndim < 2:
+        if parameter.ndim not in MATRIX_DIMS:
             return "scalar"
         # The shape alone would not do: an MLP of width 4d has it wherever the vocabulary is 4d.
         is_head = tuple(parameter.shape) in table_shapes and HEAD_NAME.search(name) is not None
@@ -92,101 +101,112 @@ def parameter_groups(model: nn.Module, **options: dict[str, Any]) -> list[dict[s
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Rates and decay by role; one config serves every arm.
+    """Rates, decay and averages by role; one config serves every arm. Gates, norms and scalars are never decayed.
 
     Attributes:
         matrix_lr, matrix_momentum, matrix_weight_decay: of Muon.
-        embedding_lr: of embedding rows (AdamW, like all below).
+        embedding_lr, embedding_betas, embedding_weight_decay: of embedding rows (AdamW, like all below).
         free_head_lr, unit_head_lr: of readout rows that start at an RMS of 0.001 and are free, or are held at RMS 1.
             A rate must fit the size of what it turns: rows of RMS 1 turn by the rate per step.
-        gate_lr: of modulators and alpha. scalar_lr: of the encode gain and learned scales.
+        head_betas, head_weight_decay: of readout rows.
+        gate_lr, gate_betas: of modulators and alpha. scalar_lr, scalar_betas: of the encode gain and learned scales.
         eps: of AdamW.
+        lr_reference_batch_tokens: the batch the rates are meant for; every rate is multiplied by
+            sqrt(tokens per step / this). None: rates are used as they are.
+        lr_reference_width: the width the rates of embedding and readout are meant for; these are multiplied by
+            sqrt(this / d_model). None: they are used as they are.
     """
 
     matrix_lr: float = 0.02
     matrix_momentum: float = 0.95
     matrix_weight_decay: float = 0.0
     embedding_lr: float = 0.1
+    embedding_betas: tuple[float, float] = (0.8, 0.995)
+    embedding_weight_decay: float = 0.0
     free_head_lr: float = 0.02
     unit_head_lr: float = 0.1
+    head_betas: tuple[float, float] = (0.8, 0.96)
+    head_weight_decay: float = 0.0
     gate_lr: float = 1e-3
+    gate_betas: tuple[float, float] = (0.8, 0.95)
     scalar_lr: float = 5e-3
+    scalar_betas: tuple[float, float] = (0.8, 0.95)
     eps: float = 1e-10
+    lr_reference_batch_tokens: int | None = None
+    lr_reference_width: int | None = None
+
+    def __post_init__(self):
+        coerce_fields(self, "optimizer ")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("betas") or field.name == "matrix_momentum":
+                averages = value if isinstance(value, tuple) else (value,)
+                if not all(0.0 <= beta < 1.0 for beta in averages):
+                    raise UserError(f"optimizer {field.name} is {value}; give numbers from 0 to below 1")
+            elif field.name.startswith("lr_reference") and value is not None and value < 1:
+                raise UserError(f"optimizer {field.name} is {value}; give 1 or more")
+            elif value is not None and value < 0:
+                raise UserError(f"optimizer {field.name} is {value}; give 0 or more")
 
 
-class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` with all matrices of one shape orthogonalised in one batched product, each by itself.
+def scale_rates(
+    config: OptimizerConfig, tokens_per_step: int | None, d_model: int
+) -> tuple[OptimizerConfig, list[str]]:
+    """Applies the scaling of rates that ``config`` asks for.
 
-    Newton-Schulz runs in bfloat16 on accelerators, as in the parent, and in float32 on a CPU: without bfloat16
-    instructions its matrix product is tens of times slower there (docs/protocol.md).
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """One step over all groups; parameters without a gradient stay."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            by_shape: dict[tuple, list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    key = (parameter.shape, parameter.dtype, parameter.device)
-                    by_shape.setdefault(key, []).append(parameter)
-            for parameters in by_shape.values():
-                self._step_stack(parameters, group)
-        return loss
-
-    def _step_stack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for parameter in parameters:
-            self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        for buffer, grad in zip(buffers, grads, strict=True):
-            buffer.lerp_(grad, 1 - group["momentum"])
-        updates = buffers
-        if group["nesterov"]:
-            updates = [grad.lerp(buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)]
-        stack = orthogonalize(torch.stack(updates), group["ns_coefficients"], group["ns_steps"], group["eps"])
-        rows, columns = parameters[0].shape
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            lr = group["lr"] * 0.2 * max(rows, columns) ** 0.5
-        else:
-            lr = group["lr"] * max(1, rows / columns) ** 0.5
-        for parameter, update in zip(parameters, stack.to(parameters[0].dtype), strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-lr)
-
-
-def orthogonalize(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Moves the singular values of each matrix in ``stack`` [n, rows, columns] near 1 (Newton-Schulz, Muon).
+    Args:
+        tokens_per_step: of the run, over all processes; needed with ``lr_reference_batch_tokens``.
+        d_model: width of the embedding rows.
 
     Returns:
-        [n, rows, columns]: bfloat16 on accelerators, float32 on a CPU. A zero matrix stays zero.
+        The config with the rates in force and no scaling left, and one line for each scaling, to be printed.
+
+    Raises:
+        UserError: if the batch matters and is not given.
     """
-    x = stack.float() if stack.device.type == "cpu" else stack.bfloat16()
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
-    a, b, c = coefficients
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    lines = []
+    if (batch := config.lr_reference_batch_tokens) is not None:
+        if tokens_per_step is None:
+            raise UserError("lr_reference_batch_tokens scales rates with the batch; give tokens_per_step as well")
+        factor = math.sqrt(tokens_per_step / batch)
+        config = _multiply_rates(config, RATES, factor)
+        lines.append(f"all rates x {factor:.4g}: sqrt of {tokens_per_step:,} tokens per step / {batch:,}")
+    if (width := config.lr_reference_width) is not None:
+        factor = math.sqrt(width / d_model)
+        config = _multiply_rates(config, WIDTH_SCALED_RATES, factor)
+        lines.append(f"rates of embedding and head x {factor:.4g}: sqrt of width {width} / {d_model}")
+    return dataclasses.replace(config, lr_reference_batch_tokens=None, lr_reference_width=None), lines
 
 
-def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimizer]:
-    """Builds Muon for the matrices and AdamW for all other roles; every group has its peak rate as ``peak_lr``."""
+def _multiply_rates(config: OptimizerConfig, names: Iterable[str], factor: float) -> OptimizerConfig:
+    return dataclasses.replace(config, **{name: getattr(config, name) * factor for name in names})
+
+
+def build_optimizers(model: nn.Module, config: OptimizerConfig, tokens_per_step: int | None = None) -> list[Optimizer]:
+    """Builds Muon for the matrices and AdamW for all other roles, with rates scaled as the config asks.
+
+    Every group keeps what a schedule multiplies: its peak rate as ``peak_lr``, and for matrices ``peak_momentum``
+    and ``peak_weight_decay``.
+
+    Args:
+        model: any module; its width is that of its first ``nn.Embedding``.
+        tokens_per_step: of the run, over all processes; needed where rates are scaled with the batch.
+    """
+    if config.lr_reference_batch_tokens is not None or config.lr_reference_width is not None:
+        config, _ = scale_rates(config, tokens_per_step, _embedding_width(model))
     unit_rows = any(isinstance(module, Readout) and module.config.rows == "unit" for module in model.modules())
-    head_lr = config.unit_head_lr if unit_rows else config.free_head_lr
+    embedding_decay, head_decay = config.embedding_weight_decay, config.head_weight_decay
     groups = parameter_groups(
         model,
         matrix={"lr": config.matrix_lr, "weight_decay": config.matrix_weight_decay},
-        embedding={"lr": config.embedding_lr, "betas": (0.8, 0.995), "weight_decay": 0.0},
-        head={"lr": head_lr, "betas": (0.8, 0.96), "weight_decay": 0.0},
-        gate={"lr": config.gate_lr, "betas": (0.8, 0.95)},
-        scalar={"lr": config.scalar_lr, "betas": (0.8, 0.95)},
+        embedding={"lr": config.embedding_lr, "betas": config.embedding_betas, "weight_decay": embedding_decay},
+        head={
+            "lr": config.unit_head_lr if unit_rows else config.free_head_lr,
+            "betas": config.head_betas,
+            "weight_decay": head_decay,
+        },
+        gate={"lr": config.gate_lr, "betas": config.gate_betas},
+        scalar={"lr": config.scalar_lr, "betas": config.scalar_betas},
     )
     matrices = [group for group in groups if group["role"] == "matrix"]
     others = [group for group in groups if group["role"] != "matrix"]
@@ -198,11 +218,23 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[Optimize
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
+            if group["role"] == "matrix":
+                group |= {"peak_momentum": group["momentum"], "peak_weight_decay": group["weight_decay"]}
     return optimizers
 
 
+def _embedding_width(model: nn.Module) -> int:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return module.embedding_dim
+    raise UserError("lr_reference_width scales rates with the width of the embedding, but the model has none")
+
+
 def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
-    """One row per group: role, optimizer, tensors, parameters, peak rate, weight decay, an example."""
+    """One row per group: role, optimizer, tensors, parameters, peak rate, weight decay, averages, an example.
+
+    ``averages`` is the momentum of Muon, the betas of AdamW.
+    """
     return [
         {
             "role": group["role"],
@@ -210,7 +242,8 @@ def describe_groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
             "tensors": len(group["params"]),
             "parameters": sum(parameter.numel() for parameter in group["params"]),
             "lr": group["peak_lr"],
-            "weight_decay": group["weight_decay"],
+            "weight_decay": group.get("peak_weight_decay", group["weight_decay"]),
+            "averages": [group["peak_momentum"]] if "peak_momentum" in group else list(group["betas"]),
             "example": group["names"][0],
         }
         for optimizer in optimizers
