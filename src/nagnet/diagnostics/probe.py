@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,9 @@ def measuring(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+            # FSDP keeps parameters gathered after a pass without a backward: an optimizer step would not reach them.
+            if hasattr(type(module), "reshard"):
+                cast(Any, module).reshard()
 
 
 @contextmanager
