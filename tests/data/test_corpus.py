@@ -9,13 +9,8 @@ import sys
 
 import pytest
 
-from nagnet.data.corpus import (
-    PIECE_ANYWHERE,
-    Document,
-    read_corpus,
-    split_documents,
-    standard_library_corpus,
-)
+from nagnet.data.corpus import Document, read_corpus, split_documents, standard_library_corpus
+from nagnet.data.text import PIECE_ANYWHERE
 from nagnet.errors import UserError
 
 

@@ -8,6 +8,7 @@ import torch
 
 from nagnet.data.corpus import Document
 from nagnet.data.loader import BatchLoader, PackedTokens, encode_documents
+from nagnet.data.shards import open_shards
 from nagnet.data.tokenizer import train_tokenizer
 from nagnet.errors import UserError
 
@@ -130,6 +131,81 @@ def test_a_memory_map_gives_the_same_batches(packed, tmp_path):
     assert equal(BatchLoader(mapped, 4, 6, 0).batch(9), BatchLoader(packed, 4, 6, 0).batch(9))
 
 
+def as_shards(packed: PackedTokens, write_shards, n_shards: int = 3):
+    """The same documents in shards."""
+    documents = [packed.tokens[a + 1 : b] for a, b in zip(packed.offsets[:-1], packed.offsets[1:], strict=True)]
+    size = -(-len(documents) // n_shards)
+    return open_shards(write_shards([documents[i : i + size] for i in range(0, len(documents), size)]))
+
+
+def test_shards_give_the_batches_of_the_array(packed, write_shards):
+    shards = as_shards(packed, write_shards)
+    assert (shards.n_tokens, shards.n_documents) == (packed.n_tokens, packed.n_documents)
+    in_memory, on_disk = BatchLoader(packed, 4, 6, seed=2), BatchLoader(shards, 4, 6, seed=2)
+    for step in range(30):
+        assert equal(in_memory.batch(step), on_disk.batch(step))
+
+
+def test_order_of_documents_and_rows_is_that_of_numpy(packed):
+    """Written out once more: another order would change every recorded loss."""
+    random = np.random.default_rng([3, 2])
+    order = BatchLoader(packed, 1, 4, seed=3)._epoch(2)
+    assert np.array_equal(order.documents, random.permutation(packed.n_documents))
+    assert np.array_equal(order.rows, random.permutation((packed.n_tokens - 1) // 4))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resuming_twice_gives_the_same_stream(write_shards, world_size):
+    """3 shards of 7 documents, two epochs, interrupted before each step; every resumption opens the files anew."""
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, 998, random.integers(5, 25)).tolist() for _ in range(21)]
+    folder = write_shards([documents[:7], documents[7:14], documents[14:]])
+
+    def stream(start: int, stop: int) -> list[bytes]:
+        """Bytes that each step of a new set of processes reads."""
+        loaders = [BatchLoader(open_shards(folder), 4 // world_size, 4, 11, r, world_size) for r in range(world_size)]
+        steps = [[loader.batch(step) for loader in loaders] for step in range(start, stop)]
+        return [b"".join(torch.cat(part).numpy().tobytes() for part in zip(*ranks, strict=True)) for ranks in steps]
+
+    one = BatchLoader(open_shards(folder), 4, 4, 11)
+    whole = [b"".join(part.numpy().tobytes() for part in one.batch(step)) for step in range(50)]
+    assert one.epoch_of(0) == 0 and one.epoch_of(39) >= 1 and one.epoch_of(49) >= 1
+    for stop in range(1, 41):
+        again = (stop + 50) // 2
+        assert stream(0, stop) + stream(stop, again) + stream(again, 50) == whole
+
+
+def test_an_id_outside_the_vocabulary_names_the_shard(write_shards):
+    loader = BatchLoader(open_shards(write_shards([[[1, 2, 3]] * 4, [[1, 2, 3], [4, 1200, 5]]])), 1, 4, 0)
+    with pytest.raises(UserError, match="shard-00001.bin is corrupt: it holds id 1200 of a vocabulary of 1000"):
+        for step in range(loader.rows_per_epoch):
+            loader.batch(step)
+
+
+def test_content_hash_sees_tokens_borders_and_vocabulary(packed):
+    changed = packed.tokens.copy()
+    changed[5] += 1
+    other_borders = PackedTokens(np.array([BOS, 1, BOS, 2], np.uint16), np.array([0, 2, 4]), BOS, 1000)
+    same_tokens = PackedTokens(np.array([BOS, 1, BOS, 2], np.uint16), np.array([0, 4]), BOS, 1000)
+    hashes = {
+        packed.content_hash,
+        PackedTokens(changed, packed.offsets, BOS, 1000).content_hash,
+        PackedTokens(packed.tokens, packed.offsets, BOS, 1001).content_hash,
+        other_borders.content_hash,
+        same_tokens.content_hash,
+    }
+    assert len(hashes) == 5
+    assert PackedTokens(packed.tokens.copy(), packed.offsets, BOS, 1000).content_hash in hashes
+
+
+def test_one_epoch_at_a_time_is_kept(packed):
+    loader = BatchLoader(packed, 5, 6, seed=0)
+    for step in range(30):
+        loader.batch(step)
+        assert len(loader._epochs) <= 2
+    assert set(loader._epochs) == {loader.epoch_of(29)}
+
+
 def test_too_few_tokens_names_both_numbers():
     packed = packed_documents([9, 9])
     BatchLoader(packed, 1, 19, 0).batch(0)
@@ -167,12 +243,13 @@ def test_inconsistent_arrays_are_refused(tokens, offsets, message):
         PackedTokens(np.array(tokens, dtype=np.int64), np.array(offsets), BOS, 1000)
 
 
-def test_batches_are_quick():
+@pytest.mark.parametrize("source", ["memory", "shards"])
+def test_batches_are_quick(source, write_shards):
     offsets = np.arange(0, 2_000_001, 500)
     tokens = np.ones(2_000_000, dtype=np.uint16)
     tokens[offsets[:-1]] = BOS
     packed = PackedTokens(tokens, offsets, BOS, vocab_size=1000)
-    loader = BatchLoader(packed, 32, 512, 0)
+    loader = BatchLoader(packed if source == "memory" else as_shards(packed, write_shards), 32, 512, 0)
     loader.batch(0)
     start = time.process_time()
     for step in range(1, 11):

@@ -24,6 +24,7 @@ COMMANDS: dict[str, Command] = {
         "train,report",
     ),
     "compare": Command("nagnet.cli.compare", "Compare residual rules on the same batches and FLOPs", "train,report"),
+    "data": Command("nagnet.cli.data", "Turn text into token shards for training, and check them", extras="data"),
     "bench": Command("nagnet.cli.bench", "Measure speed and memory of the update, the step and the loss"),
     "recipes": Command("nagnet.cli.recipes", "List the named experiments"),
     "toy-depth": Command(

@@ -1,31 +1,19 @@
 """Read text into documents and split them into a training and a held-out part."""
 
 import hashlib
-import json
 import logging
-import os
-import re
-import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nagnet.data.sources import Source, local_source, standard_library_source
+from nagnet.data.text import PIECE_AT_BLANK_LINE, has_long_line
 from nagnet.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 HELD_OUT_FRACTION = 0.05
-LONG_LINE_BYTES = 1_000_000
-
-# A single text file is cut at a blank line, else at a line end, else anywhere, once a piece
-# has so many characters.
-PIECE_AT_BLANK_LINE = 4_000
-PIECE_AT_LINE_END = 16_000
-PIECE_ANYWHERE = 64_000
-
-_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -125,7 +113,7 @@ def split_documents(documents: Iterable[Document], source: str, dropped: Mapping
         )
     if counts:
         logger.warning("%s: dropped documents: %s", source, reasons)
-    long_lines = sum(_has_long_line(document.text) for document in kept)
+    long_lines = sum(has_long_line(document.text) for document in kept)
     if long_lines:
         logger.warning("%s: %d documents with a line of 1 MB or more (kept)", source, long_lines)
 
@@ -153,22 +141,17 @@ def standard_library_corpus() -> Corpus:
     Raises:
         UserError: If this Python has no standard library as files on disk.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    documents, dropped = _read_folder(root, skipped_folders=_NOT_LIBRARY, suffix=".py")
-    if len(documents) < 2:
-        raise UserError(f"no standard library sources under {root}; give a file or folder of text instead")
+    source = standard_library_source()
+    documents, dropped = _read_all(source)
     # Empty __init__.py files are part of every installation, so no warning about them is due.
     dropped.pop("empty", None)
-    return split_documents(documents, "the Python standard library", dropped)
+    return split_documents(documents, source.description, dropped)
 
 
 def read_corpus(path: str | Path) -> Corpus:
-    """Read a file or a folder of text.
+    """Read a file or a folder of text whole, as ``nagnet.data.sources.local_source`` describes.
 
-    A folder gives one document per file that is UTF-8 text, recursively, hidden files and folders skipped.
-    A ``.jsonl`` file, alone or in a folder, gives one document per line, from its field ``text``. A single
-    file of another kind is cut into pieces of roughly 4 kB at blank lines, which concatenate to the file.
-    Empty, null and undecodable documents are dropped, counted and logged. A byte order mark is left out.
+    Empty, null and undecodable documents are dropped, counted and logged.
 
     Args:
         path: File or folder.
@@ -179,133 +162,20 @@ def read_corpus(path: str | Path) -> Corpus:
     Raises:
         UserError: If the path is missing or unreadable, a single file is binary, or too little text is left.
     """
-    path = Path(path)
-    if path.is_dir():
-        documents, dropped = _read_folder(path)
-        if not documents and dropped and set(dropped) <= {"binary", "not_utf8"}:
-            n_files = sum(dropped.values())
-            raise UserError(f"all {n_files} files in {path} are binary; give a folder of UTF-8 text files")
-        return split_documents(documents, str(path), dropped)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a file or folder of text")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check its permissions") from error
-    if path.suffix == ".jsonl":
-        dropped = Counter()
-        return split_documents(list(_json_documents(path.name, content, dropped)), str(path), dropped)
-    text, reason = _decode(content)
-    if text is None:
-        raise UserError(f"{path} is not UTF-8 text ({reason}); convert it or give another file")
-    pieces = _cut_into_pieces(text)
-    documents = [
-        Document(f"{path.name}#{number:04d}", piece) for number, piece in enumerate(pieces, start=1) if piece.strip()
-    ]
-    return split_documents(documents, str(path), +Counter(empty=len(pieces) - len(documents)))
+    source = local_source(Path(path))
+    documents, dropped = _read_all(source)
+    if not documents and dropped and set(dropped) <= {"binary", "not_utf8"}:
+        raise UserError(f"all {sum(dropped.values())} files in {path} are binary; give a folder of UTF-8 text files")
+    return split_documents(documents, source.description, dropped)
 
 
-def _read_folder(
-    root: Path, skipped_folders: Iterable[str] = (), suffix: str = ""
-) -> tuple[list[Document], Counter[str]]:
-    """Read every text file under a folder; return the documents and the counts of dropped ones."""
+def _read_all(source: Source) -> tuple[list[Document], Counter[str]]:
+    """Return the documents of a source and the counts of dropped ones."""
     documents: list[Document] = []
     dropped: Counter[str] = Counter()
-    skipped = set(skipped_folders)
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
-        for file in files:
-            if file.startswith(".") or not file.endswith(suffix):
-                continue
-            path = Path(folder, file)
-            name = path.relative_to(root).as_posix()
-            if not path.is_file():  # a broken link, or a pipe that would block
-                dropped["unreadable"] += 1
-                continue
-            try:
-                content = path.read_bytes()
-            except OSError:
-                dropped["unreadable"] += 1
-                continue
-            if path.suffix == ".jsonl":
-                documents.extend(_json_documents(name, content, dropped))
-                continue
-            text, reason = _decode(content)
-            if text is None:
-                dropped[reason] += 1
-            elif not text.strip():
-                dropped["empty"] += 1
-            else:
-                documents.append(Document(name, text))
-    return documents, dropped
-
-
-def _json_documents(name: str, content: bytes, dropped: Counter[str]) -> Iterator[Document]:
-    """Yield a document per line of a JSON lines file; count the dropped lines by reason."""
-    lines = content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
-        text, reason = _text_of_json_line(line)
-        if text is None:
-            dropped[reason] += 1
+    for record in source.read():
+        if record.text is None:
+            dropped[record.reason] += 1
         else:
-            yield Document(f"{name}#{number:04d}", text)
-
-
-def _text_of_json_line(line: bytes) -> tuple[str | None, str]:
-    """Return the field ``text`` of one JSON line, or None and the reason to drop it."""
-    if not line.strip():
-        return None, "empty"
-    try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError:
-        return None, "not_utf8"
-    except (ValueError, RecursionError):
-        return None, "not_json"
-    if record is None or (isinstance(record, dict) and "text" in record and record["text"] is None):
-        return None, "null"
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        return None, "no_text"
-    text = record["text"]
-    if not text.strip():
-        return None, "empty"
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # an escaped lone surrogate such as "\ud800"
-        return None, "not_utf8"
-    return text, ""
-
-
-def _decode(content: bytes) -> tuple[str | None, str]:
-    """Return the text of a file, or None and the reason why it is none."""
-    if b"\0" in content:
-        return None, "binary"
-    try:
-        return content.removeprefix(_BYTE_ORDER_MARK).decode(), ""
-    except UnicodeDecodeError:
-        return None, "not_utf8"
-
-
-def _cut_into_pieces(text: str) -> list[str]:
-    """Cut a text into pieces of roughly 4 kB that concatenate to it, at blank lines where there are any."""
-    pieces: list[str] = []
-    piece: list[str] = []
-    size = 0
-    for line in re.findall(rf"[^\n]{{1,{PIECE_ANYWHERE}}}\n?|\n", text):
-        piece.append(line)
-        size += len(line)
-        at_blank_line = size >= PIECE_AT_BLANK_LINE and not line.strip()
-        if at_blank_line or size >= PIECE_AT_LINE_END:
-            pieces.append("".join(piece))
-            piece, size = [], 0
-    if piece:
-        pieces.append("".join(piece))
-    return pieces
-
-
-def _has_long_line(text: str) -> bool:
-    """Tell whether a text has a line of 1 MB or more."""
-    if len(text.encode()) < LONG_LINE_BYTES:
-        return False
-    return any(len(line.encode()) >= LONG_LINE_BYTES for line in text.split("\n"))
+            documents.append(Document(record.name, record.text))
+    return documents, dropped

@@ -28,6 +28,8 @@ BOS_NAME = "<| bos |>"
 N_BYTES = 256
 ALGORITHM_VERSION = 1  # part of the cache key: raise it when training gives other tokens for the same text
 
+_CHECKSUM_BYTES = 32
+
 # Words with one leading character, numbers of one or two digits, punctuation, and white space, as in GPT-4.
 # Two digits instead of three keep a small vocabulary from filling with numbers. Every run is bounded, since
 # BPE training takes time quadratic in the longest run: a 1 MB line of one letter would never finish.
@@ -140,6 +142,29 @@ class Tokenizer:
         canonical = json.dumps(json.loads(self._backend.to_str()), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def to_bytes(self) -> bytes:
+        """Return the tokenizer as JSON, what ``save`` writes."""
+        return self._backend.to_str().encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, name: str | Path) -> "Tokenizer":
+        """Read what ``to_bytes`` returned.
+
+        Args:
+            content: JSON.
+            name: Where it comes from, for messages.
+
+        Raises:
+            UserError: If it is damaged, or of another kind of tokenizer.
+        """
+        try:
+            backend = _tokenizers().Tokenizer.from_buffer(content)
+        except UserError:
+            raise
+        except Exception as error:  # the library raises bare Exception for any malformed content
+            raise UserError(f"tokenizer {name} is damaged ({error}); make it again") from error
+        return cls(backend)
+
     def save(self, path: str | Path) -> None:
         """Write the tokenizer as one JSON file (``tokenizer.json``), all of it or nothing.
 
@@ -147,7 +172,7 @@ class Tokenizer:
             UserError: If the file cannot be written.
         """
         try:
-            write_atomically(Path(path), self._backend.to_str().encode())
+            write_atomically(Path(path), self.to_bytes())
         except OSError as error:
             raise UserError(f"cannot write tokenizer {path}: {error.strerror}; choose another folder") from error
 
@@ -162,13 +187,7 @@ class Tokenizer:
             content = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"cannot read tokenizer {path}: {error.strerror}; check the path") from error
-        try:
-            backend = _tokenizers().Tokenizer.from_buffer(content)
-        except UserError:
-            raise
-        except Exception as error:  # the library raises bare Exception for any malformed file
-            raise UserError(f"tokenizer {path} is damaged ({error}); make it again") from error
-        return cls(backend)
+        return cls.from_bytes(content, path)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -234,21 +253,31 @@ def cached_tokenizer(corpus: Corpus, vocab_size: int, cache_dir: str | Path | No
     """
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     key = f"{ALGORITHM_VERSION}:{vocab_size}:{hash_documents(corpus.train)}"
-    path = folder / f"tokenizer-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    path = folder / f"tokenizer-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cache"
     if path.exists():
         try:
-            tokenizer = Tokenizer.load(path)
-            if tokenizer.vocab_size == vocab_size:
-                return tokenizer
-            logger.warning("cached tokenizer %s has the wrong size; training it again", path)
+            return _read_cached(path)
         except UserError as error:
             logger.warning("%s; training it again", error)
     tokenizer = train_tokenizer((document.text for document in corpus.train), vocab_size)
+    content = tokenizer.to_bytes()
     try:
-        tokenizer.save(path)
-    except UserError as error:
-        logger.warning("%s; the tokenizer is not cached", error)
+        write_atomically(path, hashlib.sha256(content).digest() + content)
+    except OSError as error:
+        logger.warning("cannot write %s (%s); the tokenizer is not cached", path, error.strerror)
     return tokenizer
+
+
+def _read_cached(path: Path) -> Tokenizer:
+    """Read a cache file: the SHA-256 of the JSON (32 bytes), then the JSON, as damaged JSON can still be JSON."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read cached tokenizer {path}: {error.strerror}") from error
+    checksum, content = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    if hashlib.sha256(content).digest() != checksum:
+        raise UserError(f"cached tokenizer {path} is damaged")
+    return Tokenizer.from_bytes(content, path)
 
 
 def _tokenizers() -> Any:
