@@ -5,6 +5,8 @@ import shutil
 import pytest
 import torch
 
+from nagnet.benchmarks.timing import kept_bytes
+from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 
 pytestmark = [
@@ -53,3 +55,17 @@ def test_compiled_blocks_compute_the_same(small, residual, randomised, tokens, t
     for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected_gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_norm_agnostic_blocks_keep_as_little_for_backward_as_pre_norm(dtype):
+    kept = {}
+    for residual in ("norm_agnostic", "pre_norm"):
+        torch._dynamo.reset()
+        config = ModelConfig(residual, d_model=64, n_layers=2, n_heads=2, vocab_size=64, n_directions=16)
+        model, tokens = Decoder(config, seed=0), torch.randint(64, (1, 256))
+        model.compile_blocks()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            model.trunk(tokens)
+            kept[residual] = kept_bytes(lambda: model.trunk(tokens), model)  # noqa: B023
+    assert kept["norm_agnostic"] <= 1.05 * kept["pre_norm"]

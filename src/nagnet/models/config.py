@@ -29,7 +29,7 @@ class ModelConfig:
         sliding_windows: positions seen by the layers' attention, cycled over layers, 0 for all; empty: all see all.
         tie_embeddings: the readout shares the embedding's rows.
         readout: default: unit rows x exp(s) for norm_agnostic, free rows under a softcap of 15 for the others.
-        n_directions, branch_eps, init_exponent, init_encode_gain: of the norm-agnostic rule; see
+        n_directions, branch_eps, init_exponent, init_encode_gain, modulation_floor: of the norm-agnostic rule; see
             `nagnet.NormAgnosticResidual` and docs/mathematics.md. Without effect for the other rules.
     """
 
@@ -52,6 +52,7 @@ class ModelConfig:
     branch_eps: float = 1e-6
     init_exponent: float = 0.5
     init_encode_gain: float = 1.0
+    modulation_floor: float = 1e-6
 
     def __post_init__(self):
         if self.residual not in RESIDUAL_STREAMS:
@@ -75,6 +76,8 @@ class ModelConfig:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be a positive number")
         if not 0 <= self.branch_eps < math.inf:
             raise UserError(f"branch_eps is {self.branch_eps}; it must be 0 or a positive number")
+        if not 0 <= self.modulation_floor < 1:
+            raise UserError(f"modulation_floor is {self.modulation_floor}; it must be 0 or more, below 1")
         for name, default in self._defaults().items():
             if getattr(self, name) is DERIVED:
                 object.__setattr__(self, name, default)
@@ -119,6 +122,8 @@ class ModelConfig:
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with ``changes``. Fields that stand at their default follow the change: a new ``residual`` brings
         that rule's readout, a new ``d_model`` its ``d_ff``."""
+        if not 0 <= self.modulation_floor < 1:
+            raise UserError(f"modulation_floor is {self.modulation_floor}; it must be 0 or more, below 1")
         for name, default in self._defaults().items():
             if getattr(self, name) == default:
                 changes.setdefault(name, DERIVED)

@@ -110,8 +110,7 @@ class Decoder(nn.Module):
                 raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
         cos, sin = self.rotary(tokens.shape[1])
         updates = self.stream.updates
-        embedded = self.embedding(tokens).to(next(self.blocks.parameters()).dtype)
-        state = self.stream.begin(embedded)
+        state = self.stream.begin(self.embedding(tokens).to(self._stream_dtype()))
         reading, gain = updates[0].read(state), updates[0].gain(state)
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
@@ -127,6 +126,13 @@ class Decoder(nn.Module):
                 key_mask,
             )
         return state
+
+    def _stream_dtype(self) -> torch.dtype:
+        """Type of the stream's vectors: that of the products, autocast included; the norm lane is float32 anyway."""
+        weight = next(self.blocks.parameters())
+        if torch.is_autocast_enabled(weight.device.type):
+            return torch.get_autocast_dtype(weight.device.type)
+        return weight.dtype
 
     def forward(self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None) -> Float[Tensor, "b t v"]:
         """Logits [B, T, V] in float32 for tokens [B, T]."""

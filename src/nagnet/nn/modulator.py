@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from nagnet import ops
 from nagnet.nn.precision import Float32Module
 from nagnet.ops import reference
 from nagnet.typing import Float
@@ -20,10 +21,12 @@ class Modulator(Float32Module):
     Args:
         d_model: width d of the stream.
         n_directions: C, number of learned directions w_i.
+        floor: smallest value of the sum before the power; 0 leaves its gradient without a bound.
     """
 
-    def __init__(self, d_model: int, n_directions: int = 32):
+    def __init__(self, d_model: int, n_directions: int = 32, floor: float = reference.MODULATION_FLOOR):
         super().__init__()
+        self.floor = floor
         self.weight = nn.Parameter(torch.empty(n_directions, d_model, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(n_directions, dtype=torch.float32))
         self.mixture = nn.Parameter(torch.empty(n_directions, dtype=torch.float32))
@@ -42,4 +45,11 @@ class Modulator(Float32Module):
 
     def forward(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Returns m [...] in [0, 1], float32 or wider."""
-        return reference.modulation(direction, self.weight, self.bias, self.mixture, self.raw_beta)
+        return reference.modulation(direction, *self._parameters_in_order(), self.floor)
+
+    def scaled(self, direction: Float[Tensor, "*batch d"], scale: Float[Tensor, ""]) -> Float[Tensor, "*batch"]:
+        """Returns ``scale m`` [...], float32 or wider, by the backend in force."""
+        return ops.gain(direction, *self._parameters_in_order(), scale, self.floor)
+
+    def _parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.weight, self.bias, self.mixture, self.raw_beta

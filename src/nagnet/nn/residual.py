@@ -157,6 +157,7 @@ class NormAgnosticResidual(ResidualUpdate):
         n_directions: C, directions in the modulator.
         branch_eps: added to the branch's mean square before its inverse root.
         init_exponent: p of the alpha schedule (equations 23-24).
+        modulation_floor: smallest modulation before its power beta (docs/mathematics.md).
     """
 
     def __init__(
@@ -166,13 +167,16 @@ class NormAgnosticResidual(ResidualUpdate):
         n_directions: int = 32,
         branch_eps: float = reference.BRANCH_EPS,
         init_exponent: float = 0.5,
+        modulation_floor: float = reference.MODULATION_FLOOR,
     ):
         super().__init__(d_model, update_index)
         if n_directions < 1 or branch_eps < 0:
             raise UserError(f"n_directions={n_directions} must be 1 or more, branch_eps={branch_eps} 0 or more")
+        if not 0.0 <= modulation_floor < 1.0:
+            raise UserError(f"modulation_floor={modulation_floor} must be 0 or more, below 1")
         self.branch_eps = branch_eps
         self.init_exponent = init_exponent
-        self.modulator = Modulator(d_model, n_directions)
+        self.modulator = Modulator(d_model, n_directions, modulation_floor)
         self.alpha = nn.Parameter(torch.empty((), dtype=torch.float32))
         self.injection: Tensor
         self.register_buffer("injection", torch.ones((), dtype=torch.float32))
@@ -204,8 +208,7 @@ class NormAgnosticResidual(ResidualUpdate):
 
     def gain(self, state: NormAgnosticState) -> Float[Tensor, "*batch"]:
         """``alpha m`` times the injection scale [...], float32 or wider: the tangent of the coming rotation."""
-        m = self.modulator(state.direction)
-        return (self.alpha * self.injection).to(m.dtype) * m
+        return self.modulator.scaled(state.direction, self.alpha * self.injection)
 
     def write(self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None = None) -> NormAgnosticState:
         """Rotates the direction toward ``branch`` [..., d] by arctan(gain) and lets the norm lane grow.
@@ -281,7 +284,7 @@ class NormAgnosticStream(ResidualStream):
     """
 
     update_class = NormAgnosticResidual
-    option_names = ("n_directions", "branch_eps", "init_exponent")
+    option_names = ("n_directions", "branch_eps", "init_exponent", "modulation_floor")
 
     def __init__(self, d_model: int, n_updates: int, encode_gain: float | None = 1.0, **options: Any):
         super().__init__(d_model, n_updates, **options)

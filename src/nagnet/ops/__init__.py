@@ -79,6 +79,21 @@ def rotate(
     return module.rotate(direction, log_norm, branch, gain, branch_eps)
 
 
+def gain(
+    direction: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mixture: Tensor,
+    raw_beta: Tensor,
+    scale: Tensor,
+    floor: float = reference.MODULATION_FLOOR,
+    backend: str | None = None,
+) -> Tensor:
+    """Size of the coming rotation by the backend in force; arguments and returns as `reference.gain`."""
+    module = fused if _fused(backend, direction.numel()) else reference
+    return module.gain(direction, weight, bias, mixture, raw_beta, scale, floor)
+
+
 def add_norm(stream: Tensor, branch: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Pre-norm's update and next reading by the backend in force; arguments and returns as `reference.add_norm`."""
     module = fused if _fused(backend, stream.numel()) else reference

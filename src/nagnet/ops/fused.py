@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nagnet.ops import reference
-from nagnet.ops.reference import BRANCH_EPS, SPLIT_FLOOR, compute_dtype, mean_square
+from nagnet.ops.reference import BRANCH_EPS, MODULATION_FLOOR, SPLIT_FLOOR, compute_dtype, mean_square
 
 MAX_EAGER_VARIANTS = 64  # of widths and types that one process compiles for eager calls
 
@@ -67,16 +67,20 @@ def _rotate_backward(
     branch_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of R, b [..., d] and of the gain [...]; the first two are affine in (upstream, R, f, 1) per row."""
-    dtype = p.dtype
-    u, r, b, g = grad_direction.to(dtype), direction.to(dtype), branch.to(dtype), gain.to(dtype).unsqueeze(-1)
-    d, length = direction.shape[-1], mean_square(r)
-    f = b - mean_b - k * r
+    dtype, d = p.dtype, direction.shape[-1]
+    # As rows [n, d], and f in another order than in the forward pass: of a cast or difference that a compiler met
+    # there it might keep the float32 result, where keeping the 16-bit inputs and forming it again is cheaper.
+    u, r, b = (x.reshape(-1, d).to(dtype) for x in (grad_direction, direction, branch))
+    g, grad_s = (x.to(dtype).reshape(-1, 1) for x in (gain, grad_log_norm))
+    mean_b, k, p, h = (x.reshape(-1, 1) for x in (mean_b, k, p, h))
+    length = mean_square(r)
+    f = b - (k * r + mean_b)
     u_r, u_f = _mean(u * r), _mean(u * f)
     a, growth = _slope(g, p, length, branch_eps)
     damped = p + branch_eps
     w = torch.where(growth == 0, 0.0, h.pow(3) * (u_r + a * u_f))  # the measured renormalisation
     grad_a = d * (h * u_f - w * a * p)
-    grad_growth = 0.5 * grad_log_norm.to(dtype).unsqueeze(-1) / (1.0 + growth)
+    grad_growth = 0.5 * grad_s / (1.0 + growth)
     flat = length + p == 0  # rows whose normalisation is 1, not 1/sqrt(eps)
     grad_gain = grad_a * torch.where(flat, 1.0, torch.rsqrt(damped)) + grad_growth * 2.0 * g * (p / damped)
     grad_p = (
@@ -87,7 +91,11 @@ def _rotate_backward(
     to_direction = (h * (1.0 - k * a)) * u + (k * a * w + phi * k - w) * r - (w * a + k * e + phi) * f
     offset = a * h * _mean(u) - (a * w + phi + e * k) * _mean(r)
     to_branch = (a * h) * u - (a * w + phi) * r + e * f - offset
-    return to_direction.to(direction.dtype), to_branch.to(branch.dtype), grad_gain.squeeze(-1).to(gain.dtype)
+    return (
+        to_direction.view(direction.shape).to(direction.dtype),
+        to_branch.view(branch.shape).to(branch.dtype),
+        grad_gain.view(gain.shape).to(gain.dtype),
+    )
 
 
 @functools.cache
@@ -129,6 +137,81 @@ def rotate(
     Args and returns are those of the reference.
     """
     return _Rotate.apply(direction, log_norm, branch, gain, max(branch_eps, SPLIT_FLOOR))
+
+
+def _gain_forward(
+    direction: Tensor, weight: Tensor, bias: Tensor, mixture: Tensor, raw_beta: Tensor, scale: Tensor, floor: float
+) -> Tensor:
+    m = reference.modulation(direction, weight, bias, mixture, raw_beta, floor)
+    return scale.to(m.dtype) * m
+
+
+def _gain_backward(
+    grad_gain: Tensor,
+    direction: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mixture: Tensor,
+    raw_beta: Tensor,
+    scale: Tensor,
+    floor: float,
+) -> tuple[Tensor, ...]:
+    """Gradients of R [..., d], W [C, d], b [C], a [C], raw beta and scale; the activations are formed again."""
+    dtype = compute_dtype(direction, weight)
+    # Transposed throughout: of a product or cast that it had seen in the forward pass a compiler would keep the result.
+    columns, w = direction.reshape(-1, direction.shape[-1]).mT.to(dtype), weight.to(dtype)
+    upstream = grad_gain.to(dtype).flatten()
+    share = torch.softmax(mixture.to(dtype), dim=0).unsqueeze(1)
+    beta = torch.nn.functional.softplus(raw_beta.to(dtype))
+    open_ = torch.sigmoid(w @ columns + bias.to(dtype).unsqueeze(1))
+    mean = (share * open_).sum(dim=0)
+    u = mean.clamp(floor, 1.0)
+    log_u = torch.log(u)
+    m = torch.exp(beta * log_u)
+    grad_m = upstream * scale.to(dtype)
+    grad_u = torch.where((mean >= floor) & (mean <= 1.0), grad_m * beta * m / u, 0.0)
+    grad_logits = grad_u * share * open_ * (1.0 - open_)
+    grad_share = (open_ * grad_u).sum(dim=1, keepdim=True)
+    grad_mixture = (share * (grad_share - (share * grad_share).sum())).squeeze(1)
+    grad_raw_beta = (grad_m * m * log_u).sum() * torch.sigmoid(raw_beta.to(dtype))
+    return (
+        (grad_logits.mT @ w).view(direction.shape).to(direction.dtype),
+        (grad_logits @ columns.mT).to(weight.dtype),
+        grad_logits.sum(dim=1).to(bias.dtype),
+        grad_mixture.to(mixture.dtype),
+        grad_raw_beta.to(raw_beta.dtype),
+        (upstream * m).sum().to(scale.dtype),
+    )
+
+
+class _Gain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, direction, weight, bias, mixture, raw_beta, scale, floor):
+        ctx.save_for_backward(direction, weight, bias, mixture, raw_beta, scale)
+        ctx.floor = floor
+        return _call(_gain_forward, direction, weight, bias, mixture, raw_beta, scale, floor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_gain):
+        with torch.autocast(grad_gain.device.type, enabled=False):
+            return *_call(_gain_backward, grad_gain, *ctx.saved_tensors, ctx.floor), None
+
+
+def gain(
+    direction: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mixture: Tensor,
+    raw_beta: Tensor,
+    scale: Tensor,
+    floor: float = MODULATION_FLOOR,
+) -> Tensor:
+    """`reference.gain`, keeping for backward nothing but its inputs: C activations per token are formed again.
+
+    Args and returns are those of the reference.
+    """
+    return _Gain.apply(direction, weight, bias, mixture, raw_beta, scale, floor)
 
 
 def add_norm(stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,14 +95,16 @@ def modulation(
     bias: Float[Tensor, " c"],
     mixture: Float[Tensor, " c"],
     raw_beta: Float[Tensor, ""],
+    floor: float = MODULATION_FLOOR,
 ) -> Float[Tensor, "*batch"]:
     """Share of the allowed rotation that each token uses (equation 13): ``m = u^beta`` in [0, 1].
 
-    ``u = sum_i softmax(a)_i sigmoid(<R, w_i> + b_i)``, clamped to [1e-6, 1], and ``beta = softplus(raw) > 0``.
+    ``u = sum_i softmax(a)_i sigmoid(<R, w_i> + b_i)``, clamped to [floor, 1], and ``beta = softplus(raw) > 0``.
 
     Args:
         direction: R [..., d].
         weight: W [C, d]; ``bias``: b [C]; ``mixture``: a [C]; ``raw_beta``: scalar.
+        floor: smallest u; with 0 the gradient has no bound where every sigmoid underflows.
 
     Returns:
         m [...], float32 or wider. The projection runs in that type under autocast too.
@@ -111,8 +113,26 @@ def modulation(
     with torch.autocast(device_type=direction.device.type, enabled=False):
         logits = torch.nn.functional.linear(direction.to(dtype), weight.to(dtype), bias.to(dtype))
     shares = torch.softmax(mixture.to(dtype), dim=0)
-    u = (torch.sigmoid(logits) * shares).sum(dim=-1).clamp(MODULATION_FLOOR, 1.0)
+    u = (torch.sigmoid(logits) * shares).sum(dim=-1).clamp(floor, 1.0)
     return torch.exp(torch.nn.functional.softplus(raw_beta.to(dtype)) * torch.log(u))
+
+
+def gain(
+    direction: Float[Tensor, "*batch d"],
+    weight: Float[Tensor, "c d"],
+    bias: Float[Tensor, " c"],
+    mixture: Float[Tensor, " c"],
+    raw_beta: Float[Tensor, ""],
+    scale: Float[Tensor, ""],
+    floor: float = MODULATION_FLOOR,
+) -> Float[Tensor, "*batch"]:
+    """``scale m`` [...], float32 or wider: the tangent of the coming rotation; arguments as `modulation`.
+
+    Args:
+        scale: alpha times the injection scale, a scalar.
+    """
+    m = modulation(direction, weight, bias, mixture, raw_beta, floor)
+    return scale.to(m.dtype) * m
 
 
 def rotate(
