@@ -1,0 +1,395 @@
+"""Two processes train as one does, wait for each other only so long, and end together.
+
+This file is also the program of the two processes: `launch` runs it, and the functions ``check_...`` below run in
+both of them.
+"""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import types
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nagnet.errors import UserError
+from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
+from nagnet.ops.loss import IGNORED_TARGET
+from nagnet.training.distributed import (
+    World,
+    any_rank,
+    is_sharded,
+    join_world,
+    on_main,
+    sum_over_ranks,
+    whole_tensor,
+    world_of_environment,
+)
+from nagnet.training.optimizer import OptimizerConfig, build_optimizers, constrain_after_step
+from nagnet.training.parallel import Parallel, parallelize
+
+# 33 rows do not divide by two: shards of unequal size.
+SMALL = ModelConfig(d_model=32, n_layers=3, n_heads=2, vocab_size=33, max_seq_len=16, n_directions=3)
+CONFIGS = {
+    "norm_agnostic": SMALL,
+    "tied": SMALL.replace(tie_embeddings=True),
+    "pre_norm": SMALL.replace(residual="pre_norm"),
+}
+STRATEGIES = ("ddp", "fsdp")
+# Largest difference to one process, as a share of the tensor's largest entry, or of a hundredth of the largest entry
+# of all where that is more: a scalar's gradient is a sum over tokens in which most cancels.
+GRADIENT_BOUND = 1e-5
+PARAMETER_BOUND = 2e-5  # after three steps: Newton-Schulz enlarges what sums of another order round
+# FSDP splits the streams that enter a block, so their gradients are added in another order, in bfloat16.
+BFLOAT16_BOUND = {"ddp": GRADIENT_BOUND, "fsdp": 6e-2}
+
+
+def _model(config: ModelConfig = SMALL, seed: int = 0) -> Decoder:
+    """A model without a zero in it: gradients of zero would agree whatever happens."""
+    model = Decoder(config, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.constrain_()
+    return model
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Four rows, of which the first and the last have few targets."""
+    tokens, targets = torch.randint(33, (2, 4, 13), generator=torch.Generator().manual_seed(1))
+    targets[0, 2:] = IGNORED_TARGET
+    targets[3, :9] = IGNORED_TARGET
+    return tokens, targets
+
+
+def _autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+
+
+def _backward(parallel: Parallel, dtype: torch.dtype = torch.float32) -> None:
+    """Gradient of the mean over all targets; this process has two of the four rows, one at a time."""
+    tokens, targets = _batch()
+    rows = [2 * parallel.world.rank, 2 * parallel.world.rank + 1]
+    n_targets = sum_over_ranks((targets[rows] != IGNORED_TARGET).sum())
+    for row in rows:
+        with parallel.micro_batch(last=row == rows[-1]), _autocast(dtype):
+            (parallel.summed_loss(tokens[row : row + 1], targets[row : row + 1])[0] / n_targets).backward()
+    parallel.reduce_gradients()
+
+
+def _backward_alone(model: Decoder, dtype: torch.dtype = torch.float32, before_row=lambda row: None) -> None:
+    """The same gradient from one process; ``before_row`` may change the model before each row."""
+    tokens, targets = _batch()
+    n_targets = (targets != IGNORED_TARGET).sum()
+    for row in range(4):
+        before_row(row)
+        with _autocast(dtype):
+            (model.summed_loss(tokens[row : row + 1], targets[row : row + 1])[0] / n_targets).backward()
+
+
+def _gradients(model: Decoder) -> dict[str, torch.Tensor | None]:
+    return {name: None if p.grad is None else whole_tensor(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def _parameters(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: whole_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+
+
+def _assert_close(actual: dict, expected: dict, bound: float) -> None:
+    assert actual.keys() == expected.keys()
+    floor = 0.01 * max(float(want.abs().max()) for want in expected.values() if want is not None)
+    for name, want in expected.items():
+        got = actual[name]
+        if want is None:
+            assert got is None or not got.any(), name
+        else:
+            worst, scale = float((got - want).abs().max()), max(floor, float(want.abs().max()))
+            assert worst <= bound * scale, f"{name}: {worst:.2e} of {scale:.2e}"
+
+
+def check_flags_sums_and_the_main_process(world):
+    assert sum_over_ranks(torch.tensor([1.0, world.rank])).tolist() == [2.0, 1.0]
+    assert [any_rank(world.rank == 1), any_rank(False)] == [True, False]
+    assert on_main(world, lambda: os.getpid()) == sum_over_ranks(torch.tensor(os.getpid() * world.is_main))
+    for error in (UserError("no such thing"), FileNotFoundError(2, "no such thing", "here")):
+
+        def fail(error=error):
+            raise error
+
+        with pytest.raises(UserError, match="no such thing"):
+            on_main(world, fail)
+
+
+def check_all_start_from_the_parameters_of_the_main_process(world):
+    expected = _parameters(_model(seed=0))
+    for strategy in STRATEGIES:
+        parallel = parallelize(_model(seed=world.rank), world, strategy)
+        _assert_close(_parameters(parallel.model), expected, 0.0)
+
+
+def check_gradients_are_those_of_one_process(world):
+    for name, config in CONFIGS.items():
+        reference = _model(config)
+        _backward_alone(reference)
+        for strategy in STRATEGIES:
+            parallel = parallelize(_model(config), world, strategy)
+            for _ in range(2):  # the second step meets what the first left behind
+                parallel.model.zero_grad(set_to_none=True)
+                _backward(parallel)
+                _assert_close(_gradients(parallel.model), _gradients(reference), GRADIENT_BOUND)
+            if name == "tied":
+                assert parallel.model.readout.weight is parallel.model.embedding.weight
+
+
+def check_three_steps_are_those_of_one_process(world):
+    def train(model, backward):
+        optimizers = build_optimizers(model, OptimizerConfig())
+        constrain_after_step(model, *optimizers)
+        for _ in range(3):
+            backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+    alone = _model()
+    train(alone, lambda: _backward_alone(alone))
+    for strategy in STRATEGIES:
+        parallel = parallelize(_model(), world, strategy)
+        train(parallel.model, lambda parallel=parallel: _backward(parallel))
+        _assert_close(_parameters(parallel.model), _parameters(alone), PARAMETER_BOUND)
+
+
+def check_bfloat16_leaves_norm_lane_and_gates_in_float32(world):
+    bf16 = torch.bfloat16
+    reference = _model()
+    _backward_alone(reference, bf16)
+    for strategy, block_dtype in (("ddp", torch.float32), ("fsdp", bf16)):
+        parallel = parallelize(_model(), world, strategy, bf16)
+        seen: dict[str, set[torch.dtype]] = {}
+
+        def watch(update, seen=seen):
+            advance = update.advance
+
+            def watched(state, branch, gain, following):
+                result = advance(state, branch, gain, following)
+                fine = {name: p.dtype for name, p in update.named_parameters()}
+                values = {"log_norm": state.log_norm, "gain": gain, "new log_norm": result[0].log_norm}
+                for name, dtype in fine.items() | {(name, value.dtype) for name, value in values.items()}:
+                    seen.setdefault(name, set()).add(dtype)
+                return result
+
+            update.advance = watched
+
+        for update in parallel.model.stream.updates:
+            watch(update)
+        for block in parallel.model.blocks:
+            block.mlp.up_proj.register_forward_hook(
+                lambda layer, inputs, output, seen=seen: seen.setdefault("block", set()).update(
+                    {("weight", layer.weight.dtype), ("output", output.dtype)}
+                )
+            )
+        _backward(parallel, bf16)
+        assert seen.pop("block") == {("weight", block_dtype), ("output", bf16)}
+        assert {"alpha", "modulator.raw_beta", "log_norm", "gain", "new log_norm"} <= seen.keys()
+        assert seen == dict.fromkeys(seen, {torch.float32})
+        assert {p.dtype for p in parallel.model.parameters()} == {torch.float32}
+        assert {p.grad.dtype for p in parallel.model.parameters()} == {torch.float32}
+        _assert_close(_gradients(parallel.model), _gradients(reference), BFLOAT16_BOUND[strategy])
+
+
+def _without_mlp(self, state, reading, gain, attention_update, mlp_update, following, cos, sin, key_mask=None):
+    branch = self.attention(reading, cos, sin, key_mask)
+    state, _, _ = attention_update.advance(state, branch, gain, mlp_update)
+    return state, following.read(state), following.gain(state)
+
+
+def _skip_mlp(model: Decoder, skip: bool) -> None:
+    """Makes the second block leave out its MLP, or run it again."""
+    block = model.blocks[1]
+    block.forward = types.MethodType(_without_mlp if skip else type(block).forward, block)
+
+
+def check_a_sublayer_skipped_by_one_process_and_by_both(world):
+    for strategy in STRATEGIES:
+        parallel = parallelize(_model(), world, strategy, unused_parameters=True)
+        for skipping in ({1}, {0, 1}, {0}, set()):
+            alone = _model()
+            _backward_alone(alone, before_row=lambda row: _skip_mlp(alone, row // 2 in skipping))  # noqa: B023
+            parallel.model.zero_grad(set_to_none=True)
+            _skip_mlp(parallel.model, world.rank in skipping)
+            _backward(parallel)
+            _assert_close(_gradients(parallel.model), _gradients(alone), GRADIENT_BOUND)
+
+
+def check_scores_trunk_logits_and_the_whole_model(world):
+    tokens, targets = _batch()
+    for config in CONFIGS.values():
+        plain = _model(config)
+        for strategy in STRATEGIES:
+            parallel = parallelize(_model(config), world, strategy)
+            for _ in range(2):
+                with torch.no_grad():
+                    assert torch.equal(parallel.model.score(tokens, targets)[0], plain.score(tokens, targets)[0])
+                    assert torch.equal(parallel.model.trunk(tokens).merge(), plain.trunk(tokens).merge())
+                    assert torch.equal(parallel.model(tokens), plain(tokens))
+                _backward(parallel)
+            whole = parallel.whole_model()
+            assert (whole is not None) == world.is_main
+            if whole is not None:
+                assert not any(is_sharded(p) for p in whole.parameters())
+                assert (whole.readout.weight is whole.embedding.weight) == config.tie_embeddings
+                assert torch.equal(whole(tokens), plain(tokens))
+
+
+def check_compiled_blocks(world):
+    torch._dynamo.config.suppress_errors = False
+    reference = _model()
+    _backward_alone(reference)
+    for strategy in STRATEGIES:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        parallel = parallelize(_model(), world, strategy)
+        parallel.model.compile_blocks()
+        for _ in range(2):
+            parallel.model.zero_grad(set_to_none=True)
+            _backward(parallel)
+            _assert_close(_gradients(parallel.model), _gradients(reference), 10 * GRADIENT_BOUND)
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == 2, counters  # a block between others, and the last one
+        assert not counters["graph_break"], counters
+
+
+def ending_when_a_process_stalls() -> None:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
+    store.set("here " + os.environ["RANK"], "")
+    store.wait(["here 0", "here 1"])  # so that the short timeout does not meet a slow import
+    with join_world("cpu", timeout_seconds=4.0) as (world, _):
+        any_rank(False)
+        if not world.is_main:
+            store.wait(["seen"])
+            return
+        try:
+            any_rank(False)
+        finally:
+            store.set("seen", "")
+
+
+def ending_when_a_process_dies(world: World) -> None:
+    parallel = parallelize(_model(), world)
+    _backward(parallel)
+    if not world.is_main:
+        os._exit(9)
+    for _ in range(2):
+        _backward(parallel)
+
+
+CHECKS = {name: check for name, check in list(globals().items()) if name.startswith("check_")}
+SLOW = ["check_compiled_blocks"]
+QUICK = [name for name in CHECKS if name not in SLOW]
+
+
+@pytest.fixture(scope="module")
+def run_checks(launch, tmp_path_factory):
+    """Runs checks in two processes, one of which dies then.
+
+    Returns the names of those that passed in both, and the output of the two.
+    """
+
+    def run(*names: str) -> tuple[list[str], list[str]]:
+        record = tmp_path_factory.mktemp("checks") / "passed.json"
+        results = launch(__file__, str(record), *names)
+        return json.loads(record.read_text()) if record.exists() else [], [output for _, output in results]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def passed(run_checks):
+    return run_checks(*QUICK)
+
+
+@pytest.mark.parametrize("name", QUICK, ids=lambda name: name.removeprefix("check_"))
+def test_two_processes(passed, name):
+    names, outputs = passed
+    assert name in names, "\n".join(outputs)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_in_two_processes(run_checks):
+    names, outputs = run_checks(*SLOW)
+    assert names == SLOW, "\n".join(outputs)
+
+
+def test_a_dead_process_ends_the_others_with_one_line(passed):
+    _, (output, _) = passed
+    assert re.search("UserError: .*died or stalled for 120 s, so process 0 of 2 stops too.*Connection", output), output
+
+
+def test_a_stalled_process_ends_the_others_with_one_line(launch):
+    (code, output), _ = launch(__file__)
+    assert code == 1
+    assert re.search("UserError: .*died or stalled for 4 s, so process 0 of 2 stops too.*Timed out", output), output
+
+
+def test_one_process_has_no_group_and_the_plain_model():
+    model = _model()
+    with join_world("cpu") as (world, device):
+        assert (world, device) == (World(0, 1, 0), torch.device("cpu"))
+        assert not dist.is_initialized()
+        parallel = parallelize(model, world, "fsdp", torch.bfloat16)
+    assert parallel.summed_loss == model.summed_loss
+    assert parallel.whole_model() is model
+    assert any_rank(True) and on_main(world, lambda: 5) == 5
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "MASTER_ADDR.*torchrun"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "x", "RANK": "0"}, "LOCAL_RANK not"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}, "RANK 2.*below WORLD_SIZE 2"),
+        ({"RANK": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}, "RANK='a'.*whole numbers"),
+    ],
+)
+def test_broken_environment_names_the_variable(environment, message):
+    with pytest.raises(UserError, match=message):
+        world_of_environment(environment)
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="process 4 of this machine has no GPU: there are 2"), join_world("cuda"):
+        pass
+    with pytest.raises(UserError, match="not on mps"), join_world("mps"):
+        pass
+
+
+def test_unknown_strategy():
+    with pytest.raises(UserError, match="'zero'.*ddp or fsdp"):
+        parallelize(_model(), World(), "zero")  # pyright: ignore[reportArgumentType]
+
+
+def main(record: str, *names: str) -> None:
+    passed = []
+    with join_world("cpu", timeout_seconds=120) as (world, _):
+        for name in names:
+            CHECKS[name](world)
+            assert not any_rank(False)  # the others passed as well
+            passed.append(name)
+            if world.is_main:
+                Path(record).write_text(json.dumps(passed))
+        ending_when_a_process_dies(world)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:]) if sys.argv[1:] else ending_when_a_process_stalls()
