@@ -10,8 +10,25 @@ PRESETS: dict[str, ModelConfig] = {
     "stdlib-tiny": ModelConfig(
         d_model=64, n_layers=16, n_heads=2, vocab_size=2048, max_seq_len=256, n_directions=4, init_encode_gain=8.0
     ),
-    # The dense model of the public walkthrough (356,515,840 parameters in the pre-norm twin).
+    # About the size of one another, one half as wide per block: what depth costs and gives each rule.
+    "stdlib-small": ModelConfig(
+        d_model=96, n_layers=24, n_heads=3, vocab_size=2048, max_seq_len=256, n_directions=4, init_encode_gain=8.0
+    ),
+    "stdlib-deep": ModelConfig(
+        d_model=64, n_layers=48, n_heads=2, vocab_size=2048, max_seq_len=256, n_directions=4, init_encode_gain=8.0
+    ),
+    # A GPT-2-small-sized model, deeper and narrower.
+    "fineweb-edu-24x512": ModelConfig(d_model=512, n_layers=24, n_heads=4, vocab_size=32_768, max_seq_len=2048),
+    # The dense models of the public walkthrough (356,515,840 and 169,738,240 parameters in the pre-norm twins).
     "walkthrough-64x640": ModelConfig(
         d_model=640, n_layers=64, n_heads=5, vocab_size=32_768, max_seq_len=2048, n_directions=32
+    ),
+    "walkthrough-26x640": ModelConfig(
+        d_model=640, n_layers=26, n_heads=5, vocab_size=32_768, max_seq_len=2048, n_directions=32
+    ),
+    # The walkthrough's rules in a model of minutes on a CPU: no floor under the branch norm but float32's epsilon, and
+    # G_encode = 1.
+    "walkthrough-16x64": ModelConfig(
+        d_model=64, n_layers=16, n_heads=2, vocab_size=2048, max_seq_len=128, n_directions=8, branch_eps=1.2e-7
     ),
 }

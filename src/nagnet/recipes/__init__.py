@@ -1,16 +1,27 @@
-"""Named experiments: functions that return a run config."""
+"""Named experiments: functions that return a run config. Add one here and it has a name on the command line.
+
+Budgets are FLOPs, so that the two arms of a comparison cost the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from nagnet.models.presets import PRESETS
+from nagnet.recipes.failures import walkthrough_collapse, walkthrough_cure, walkthrough_nan
+from nagnet.recipes.fineweb_edu import fineweb_edu_24x512
+from nagnet.recipes.standard_library import stdlib_deep, stdlib_small, stdlib_tiny
+from nagnet.recipes.walkthrough import walkthrough_26_1e18, walkthrough_26_3e18, walkthrough_64x640
 from nagnet.training.config import RunConfig
 
-
-def stdlib_tiny() -> RunConfig:
-    """16 blocks x 64 on Python's standard library: minutes on two CPU cores."""
-    return RunConfig(model=PRESETS["stdlib-tiny"], flops=3.6e12, batch_size=4, seq_len=256, eval_bytes=400_000)
-
-
-RECIPES: dict[str, Callable[[], RunConfig]] = {"stdlib-tiny": stdlib_tiny}
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "stdlib-tiny": stdlib_tiny,
+    "stdlib-small": stdlib_small,
+    "stdlib-deep": stdlib_deep,
+    "fineweb-edu-24x512": fineweb_edu_24x512,
+    "walkthrough-26-1e18": walkthrough_26_1e18,
+    "walkthrough-26-3e18": walkthrough_26_3e18,
+    "walkthrough-64x640": walkthrough_64x640,
+    "walkthrough-nan": walkthrough_nan,
+    "walkthrough-collapse": walkthrough_collapse,
+    "walkthrough-cure": walkthrough_cure,
+}
