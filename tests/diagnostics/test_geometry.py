@@ -170,6 +170,17 @@ def test_gate_health_of_a_foreign_model(tokens, give_gain):
     assert model.training
 
 
+def test_an_update_that_runs_twice_is_averaged_over_both(tokens):
+    model = ForeignModel(True)
+    both, alone = gate_health(model, tokens), [gate_health(model, tokens[row : row + 1]).mean_gain for row in range(3)]
+    forward = model.forward
+    model.forward = lambda tokens: [forward(tokens[:1]), forward(tokens[1:])]
+    twice = gate_health(model, tokens)
+    assert twice.mean_gain == pytest.approx(both.mean_gain, rel=1e-6)
+    assert both.mean_gain == pytest.approx([sum(gains) / 3 for gains in zip(*alone, strict=True)], rel=1e-6)
+    assert alone[0] != pytest.approx(alone[1], rel=1e-4)
+
+
 def test_an_update_that_does_not_run_is_not_called_collapsed(tokens):
     model = ForeignModel(True)
     model.spare = NormAgnosticResidual(16, update_index=4)

@@ -15,7 +15,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nagnet.errors import UserError
-from nagnet.training.metrics import MetricsWriter, check_trackers, numbers_by_path, read_metrics, to_json
+from nagnet.training.metrics import (
+    MetricsWriter,
+    TensorBoardTracker,
+    check_trackers,
+    numbers_by_path,
+    read_metrics,
+    to_json,
+)
 
 
 def row(step: int) -> dict:
@@ -120,11 +127,15 @@ for step in range(1, 10**9):
     if step == 5:
         writer.flush()
         print("ready", flush=True)
+        if sys.argv[2] == "wait":
+            sys.stdin.read()
 """
 
 
-def test_rows_before_a_flush_survive_a_kill(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+@pytest.mark.parametrize("moment", ["wait", "write"])
+def test_rows_before_a_flush_survive_a_kill(tmp_path, moment):
+    command = [sys.executable, "-c", KILLED, str(tmp_path), moment]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
@@ -217,3 +228,11 @@ def test_metrics_import_neither_torch_nor_a_tracker():
     program = "import sys, nagnet.training.metrics; assert not {'torch', 'tensorboard', 'wandb'} & set(sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_flush_reaches_the_trackers(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(TensorBoardTracker, "flush", lambda self: calls.append(self))
+    with MetricsWriter(tmp_path) as writer:
+        writer.flush()
+        assert len(calls) == 1

@@ -129,15 +129,16 @@ def test_a_bad_gradient_of_a_finite_loss(tmp_path):
     assert len(report["health"]["norm"]) == 12
 
 
-def test_the_part_of_the_batch_is_told(tmp_path):
+@pytest.mark.parametrize("bad", [[3], [1, 3]])
+def test_the_part_of_the_batch_that_failed_first_is_told(tmp_path, bad):
     model = build()
-    model.embedding.weight.data[40 % 32] = math.nan  # in the first and the last row
-    inputs = BATCH[0].clone()
-    inputs[0, 8] = 0
+    model.embedding.weight.data[31] = math.nan
+    inputs = BATCH[0] % 31
+    inputs[bad, 4] = 31
     write_postmortem(tmp_path, model, 7, math.nan, (inputs, BATCH[1]), micro_batches=4)
     report = read_report(tmp_path)
-    assert report["micro_batch"] == 3 and report["place"] == "the embedding"
-    assert [value == "NaN" for value in report["micro_batch_loss"]] == [False, False, False, True]
+    assert report["micro_batch"] == bad[0] and report["place"] == "the embedding"
+    assert [value == "NaN" for value in report["micro_batch_loss"]] == [part in bad for part in range(4)]
 
 
 @pytest.mark.parametrize("names", [["report.json", "batch.safetensors", "model.safetensors"], ["model.safetensors"]])

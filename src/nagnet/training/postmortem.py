@@ -151,13 +151,12 @@ def _finite(*tensors: Tensor) -> bool:
 
 
 def _describe(finding: Finding) -> str:
-    parts = []
-    if finding.error is not None:
-        parts.append(f"the batch could not be run again ({finding.error})")
-    elif finding.place is None:
-        parts.append("the forward pass is finite when it is run again")
+    if finding.place is not None:
+        parts = [f"first non-finite at {finding.place}"]
+    elif finding.error is not None:
+        parts = [f"the batch could not be run again ({finding.error})"]
     else:
-        parts.append(f"first non-finite at {finding.place}")
+        parts = ["the forward pass is finite when it is run again"]
     for word, names in (("gradient", finding.gradients), ("parameter", finding.parameters)):
         if len(names) == 1:
             parts.append(f"{word} {names[0]}")
