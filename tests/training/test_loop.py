@@ -14,7 +14,9 @@ from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.training.config import RunConfig
+from nagnet.training.distributed import World
 from nagnet.training.loop import NonFiniteLoss, Trainer, backward, interrupt_flag
+from nagnet.training.parallel import Parallel
 from nagnet.training.schedule import ScheduleConfig
 
 TINY = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=16, n_directions=3)
@@ -53,15 +55,15 @@ def _two_micro_batches(first_targets, second_targets):
 
 def test_accumulation_weighs_by_targets():
     model = _KnownLosses()
-    loss = backward(model, *_two_micro_batches(10, 100), micro_batches=2)
+    loss = backward(Parallel(model, World()), *_two_micro_batches(10, 100), n_parts=2)
     assert loss == pytest.approx(210 / 110, abs=1e-6)
     assert model.factor.grad.item() == pytest.approx(210 / 110, abs=1e-6)
 
 
 def test_micro_batch_without_targets_adds_nothing():
     model = _KnownLosses()
-    assert backward(model, *_two_micro_batches(0, 100), micro_batches=2) == pytest.approx(2.0)
-    assert backward(model, *_two_micro_batches(0, 0), micro_batches=2) == 0.0
+    assert backward(Parallel(model, World()), *_two_micro_batches(0, 100), n_parts=2) == pytest.approx(2.0)
+    assert backward(Parallel(model, World()), *_two_micro_batches(0, 0), n_parts=2) == 0.0
 
 
 def test_gradient_does_not_depend_on_micro_batches():
@@ -72,7 +74,7 @@ def test_gradient_does_not_depend_on_micro_batches():
     gradients = []
     for parts in (1, 4):
         model.zero_grad()
-        backward(model, inputs, targets, parts)
+        backward(Parallel(model, World()), inputs, targets, parts)
         gradients.append([p.grad.clone() for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)

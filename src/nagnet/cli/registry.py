@@ -23,6 +23,8 @@ COMMANDS: dict[str, Command] = {
         "Train a norm-agnostic model and its pre-norm twin, show the difference",
         "train,report",
     ),
+    "train": Command("nagnet.cli.train", "Train a recipe, with checkpoints, metrics and a watch on the gates"),
+    "preflight": Command("nagnet.cli.preflight", "A few tiny experiments before a big run: memory, speed, cost, gates"),
     "compare": Command("nagnet.cli.compare", "Compare residual rules on the same batches and FLOPs", "train,report"),
     "data": Command("nagnet.cli.data", "Turn text into token shards for training, and check them", extras="data"),
     "bench": Command("nagnet.cli.bench", "Measure speed and memory of the update, the step and the loss"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
@@ -66,7 +68,13 @@ class Decoder(nn.Module):
     Args:
         config: shape, residual rule and readout.
         seed: of the initial parameters; None draws it from torch's global generator.
+
+    Attributes:
+        checkpoint_blocks: whether training keeps the input of each block alone and runs the block again in the
+            backward pass.
     """
+
+    checkpoint_blocks = False
 
     def __init__(self, config: ModelConfig, seed: int | None = None):
         super().__init__()
@@ -112,9 +120,11 @@ class Decoder(nn.Module):
         updates = self.stream.updates
         state = self.stream.begin(self.embedding(tokens).to(self._stream_dtype()))
         reading, gain = updates[0].read(state), updates[0].gain(state)
+        checkpointing = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
-            state, reading, gain = block(
+            run = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
+            state, reading, gain = run(
                 state,
                 reading,
                 gain,

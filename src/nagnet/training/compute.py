@@ -33,6 +33,16 @@ def choose_compute_dtype(device: torch.device, size: int = 512) -> torch.dtype:
     return torch.bfloat16 if fastest(torch.bfloat16) * 1.2 < fastest(torch.float32) else torch.float32
 
 
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The type that ``auto``, ``float32``, ``bfloat16`` or ``float16`` means on a device (`choose_compute_dtype`)."""
+    return choose_compute_dtype(device) if name == "auto" else getattr(torch, name)
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls a GPU; ``cpu`` or ``mps`` otherwise."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
     """Autocast to ``dtype``, or nothing for float32."""
     return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()

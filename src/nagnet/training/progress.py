@@ -22,16 +22,18 @@ class Progress:
 
     Args:
         label: what is being done. total: units of work. stream: where to write (default standard error).
+        quiet: show nothing, as in all processes of a run but one.
     """
 
-    def __init__(self, label: str, total: float, stream: TextIO | None = None):
+    def __init__(self, label: str, total: float, stream: TextIO | None = None, quiet: bool = False):
+        self.quiet = quiet
         self.label = label
         self.total = total
         self._stream = stream or sys.stderr
         self._start = time.monotonic()
         self._last_line = self._start
         self._display = None
-        if self._stream.isatty():
+        if self._stream.isatty() and not quiet:
             from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Display
@@ -53,6 +55,8 @@ class Progress:
 
     def update(self, done: float, status: str = "") -> None:
         """Reports that ``done`` of the total units are finished; ``status`` is shown behind the bar."""
+        if self.quiet:
+            return
         now = time.monotonic()
         elapsed = now - self._start
         share = done / self.total
