@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from nagnet.diagnostics.geometry import ALARM_RATIO
 from nagnet.diagnostics.health import StreamHealth, update_name
 from nagnet.errors import UserError
+from nagnet.training.distributed import is_sharded, whole_tensor
 
 ALARM_INTERVALS = 2  # in a row
 HEALTH_ROWS, HEALTH_LENGTH = 4, 64  # 256 tokens: a mean gain is then known to a few per cent
@@ -154,17 +155,6 @@ def _norm(tensors: list[Tensor]) -> Tensor:
     kinds = ([t for t in tensors if not is_sharded(t)], [t for t in tensors if is_sharded(t)])
     norms = [torch.nn.utils.get_total_norm(kind) for kind in kinds if kind]
     return torch.stack([whole_tensor(norm) for norm in norms]).norm()
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this process holds a part."""
-    # Not isinstance: importing DTensor takes seconds, which a run in one process need not wait for.
-    return hasattr(tensor, "full_tensor")
-
-
-def whole_tensor(tensor: Any) -> Tensor:
-    """A sharded tensor (DTensor) gathered from all processes, each of which must call this; any other as it is."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 class NonFiniteTensors(NamedTuple):

@@ -18,7 +18,8 @@ from nagnet.diagnostics.probe import UpdateStep, observe_updates
 from nagnet.files import write_atomically
 from nagnet.models.checkpoint import save_model
 from nagnet.models.decoder import Decoder
-from nagnet.training.health import is_sharded, nonfinite_tensors, whole_tensor
+from nagnet.training.distributed import gather_from_ranks, is_sharded, whole_tensor
+from nagnet.training.health import nonfinite_tensors
 from nagnet.training.metrics import to_json
 
 POSTMORTEM_FOLDER = "post-mortem"
@@ -83,7 +84,7 @@ def write_postmortem(
     Returns:
         One line for the user.
     """
-    findings = _of_all_processes(_examine(model, batch, micro_batches))
+    findings = gather_from_ranks(_examine(model, batch, micro_batches))
     worst = next((rank for rank, found in enumerate(findings) if found.place), 0)
     finding = findings[worst]
     # Of a sharded model each process sees its own part.
@@ -92,13 +93,13 @@ def write_postmortem(
     bad_gradient = math.isfinite(loss) and gradient_norm is not None
     what = f"gradient norm is {gradient_norm}" if bad_gradient else f"loss is {loss}"
     line = f"{what} at step {step}: {_describe(finding)}"
-    inputs, targets = _batch_of(worst, batch)
-    whole = _whole_model(model)
-    if _rank() != 0:
+    tensors = {name: tensor.cpu() for name, tensor in zip(("inputs", "targets"), batch, strict=True)}
+    tensors = gather_from_ranks(tensors if _rank() == worst else None)[worst]
+    whole = _whole_model(model, is_main=_rank() == 0)
+    if whole is None or tensors is None:
         return line
     report = {"line": line, "step": step, "loss": loss, "gradient_norm": gradient_norm, "rank": worst}
     report |= asdict(finding) | {"last_rows": list(rows), "versions": _versions()}
-    tensors = {"inputs": inputs, "targets": targets}
     return f"{line}; {_save(Path(folder) / POSTMORTEM_FOLDER, report, tensors, whole)}"
 
 
@@ -172,7 +173,7 @@ def _save(folder: Path, report: dict[str, Any], batch: dict[str, Tensor], model:
         from safetensors.torch import save
 
         # Cloned, as inputs and targets may be views of one tensor.
-        content = save({name: tensor.cpu().clone().contiguous() for name, tensor in batch.items()})
+        content = save({name: tensor.clone().contiguous() for name, tensor in batch.items()})
         write_atomically(folder / BATCH_FILE, content)
 
     failures: dict[str, str] = {}
@@ -199,39 +200,24 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("nagnet", "torch")} | {"python": platform.python_version()}
 
 
-def _whole_model(model: Decoder) -> Decoder:
-    """The model itself, or where it is sharded a whole one with all of its parameters."""
+def _whole_model(model: Decoder, is_main: bool) -> Decoder | None:
+    """A model with all parameters in the main process, None elsewhere; every process must call this."""
     state = model.state_dict()
     if not any(is_sharded(tensor) for tensor in state.values()):
-        return model
+        return model if is_main else None
+    tensors = {}
+    for name, tensor in state.items():  # one at a time, and on the CPU: the device may have room for its part alone
+        whole = whole_tensor(tensor)
+        if is_main:
+            tensors[name] = whole.cpu()
+    if not is_main:
+        return None
     with torch.device("meta"):
-        whole = Decoder(model.config)
-    whole.load_state_dict({name: whole_tensor(tensor) for name, tensor in state.items()}, assign=True)
-    return whole
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+        decoder = Decoder(model.config)
+    decoder.load_state_dict(tensors, assign=True)
+    return decoder
 
 
 def _rank() -> int:
-    return torch.distributed.get_rank() if _distributed() else 0
-
-
-def _of_all_processes(finding: Finding) -> list[Finding]:
-    """The findings of all processes, by rank."""
-    if not _distributed():
-        return [finding]
-    findings: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(findings, finding)
-    return findings
-
-
-def _batch_of(rank: int, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The batch of the process ``rank``."""
-    if not _distributed():
-        return batch
-    inputs, targets = batch
-    shared = [(inputs.cpu(), targets.cpu())]
-    torch.distributed.broadcast_object_list(shared, src=rank)
-    return shared[0]
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if joined else 0
