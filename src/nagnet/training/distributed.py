@@ -150,6 +150,15 @@ def any_rank(flag: bool) -> bool:
     return bool(sum_over_ranks(torch.tensor(int(flag))))
 
 
+def gather_from_ranks(value: T) -> list[T]:
+    """The plain values of all processes, in the order of their ranks; every process must call this."""
+    if not _joined():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
 def on_main(world: World, action: Callable[[], T]) -> T:
     """Runs ``action`` in the main process alone and gives every process its result; every process must call this.
 
