@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,6 +59,37 @@ def whole(arguments, tmp_path_factory):
     return out
 
 
+def interrupted(arguments, out, after: int):
+    """A folder left by a preparation that stopped after so many shards."""
+    finish = nagnet.data.writing.ShardWriter.finish
+    done = 0
+
+    def stop(self):
+        nonlocal done
+        if done == after:
+            raise KeyboardInterrupt
+        done += 1
+        return finish(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nagnet.data.writing.ShardWriter, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(arguments, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def stopped(arguments, tmp_path_factory):
+    """A folder whose preparation stopped after three shards; only to be copied."""
+    return interrupted(arguments, tmp_path_factory.mktemp("stopped") / "out", after=3)
+
+
+@pytest.fixture
+def begun(stopped, tmp_path):
+    """A folder of the test's own, whose preparation stopped after three shards."""
+    return shutil.copytree(stopped, tmp_path / "begun")
+
+
 def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -101,10 +133,28 @@ def test_the_standard_library_is_split_as_everywhere():
         assert sum(i.n_bytes for i in chosen) == sum(document.n_bytes for document in documents)
 
 
-def test_the_tokenizer_sees_no_held_out_text(whole, source):
-    texts = [document.text for document in read_corpus(source).train]
-    order = {text(i): i for i in range(300)}
-    assert prepared_tokenizer(whole).content_hash == train_tokenizer(sorted(texts, key=order.get), 280).content_hash
+def test_the_tokenizer_sees_no_held_out_text_and_no_more_than_its_bytes(tmp_path, monkeypatch):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for i in range(100):
+        (folder / f"{i:02d}.txt").write_text("a plain text")
+    for document in read_corpus(folder).held_out:
+        (folder / document.name).write_text("zqzqzqzq")
+    (folder / "99.txt").write_text("xjxjxjxj")
+    held_out = {document.text for document in read_corpus(folder).held_out}
+    assert held_out == {"zqzqzqzq"}
+
+    seen = []
+
+    def train(texts, vocab_size):
+        seen.append(list(texts))
+        return train_tokenizer(seen[-1], vocab_size)
+
+    monkeypatch.setattr(nagnet.data.prepare, "train_tokenizer", train)
+    for n_bytes in (10_000, 100):
+        prepare(Arguments(str(folder), vocab_size=258, tokenizer_bytes=n_bytes), tmp_path / str(n_bytes))
+    assert set(seen[0]) == {"a plain text", "xjxjxjxj"}
+    assert seen[1] == ["a plain text"] * 9
 
 
 def test_a_long_line_is_kept_and_counted(tmp_path, caplog):
@@ -126,7 +176,8 @@ def test_control_text_makes_no_special_id(tmp_path):
     assert tokenizer.decode(tokens) == "hi<|endoftext|>x <| bos |>"
 
 
-def test_processes_change_nothing(arguments, whole, tmp_path):
+def test_processes_change_nothing(arguments, whole, tmp_path, monkeypatch):
+    monkeypatch.setattr("nagnet.data.selection._BATCH_RECORDS", 7)
     prepare(arguments, tmp_path / "out", workers=2)
     assert contents(tmp_path / "out") == contents(whole)
 
@@ -192,17 +243,7 @@ def test_limits_take_the_first_documents(arguments, source, tmp_path, limits, do
     assert totals.kept_bytes <= sum(len(t.encode()) for t in everything)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_few_documents_are_on_both_sides(tmp_path, n):
-    (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"text": text(i)}) for i in range(n)))
-    totals = prepare(Arguments(str(tmp_path / "few.jsonl"), vocab_size=257), tmp_path / "out").totals
-    assert (totals.held_out_documents, totals.documents) == (1, n - 1)
-    assert [d.name for d in held_out_documents(tmp_path / "out")] == [
-        d.name for d in read_corpus(tmp_path / "few.jsonl").held_out
-    ]
-
-
-def test_held_out_text_is_spread_and_bounded(arguments, tmp_path):
+def test_held_out_text_can_be_little_or_none(arguments, tmp_path):
     manifest = prepare(replace(arguments, held_out_bytes=1_500, vocab_size=257), tmp_path / "out")
     assert 0 < manifest.totals.held_out_bytes <= 1_500
     names = [document.name for document in held_out_documents(tmp_path / "out")]
@@ -295,49 +336,28 @@ def test_no_moment_of_a_crash_matters(arguments, whole, tmp_path, monkeypatch, b
     assert contents(out) == contents(whole)
 
 
-def test_finished_shards_are_kept(arguments, whole, tmp_path, monkeypatch):
-    out = interrupted(arguments, tmp_path / "out", after=3)
-    before = {path.name: path.stat().st_mtime_ns for path in out.glob("shard-*")}
+def test_finished_shards_are_kept(arguments, whole, begun):
+    before = {path.name: path.stat().st_mtime_ns for path in begun.glob("shard-*")}
     assert len(before) == 6
-    prepare(arguments, out)
-    after = {path.name: path.stat().st_mtime_ns for path in out.glob("shard-*")}
+    prepare(arguments, begun)
+    after = {path.name: path.stat().st_mtime_ns for path in begun.glob("shard-*")}
     assert after.items() > before.items()
-    assert contents(out) == contents(whole)
-
-
-def interrupted(arguments, out, after: int):
-    """A folder left by a preparation that stopped after so many shards."""
-    finish = nagnet.data.writing.ShardWriter.finish
-    done = 0
-
-    def stop(self):
-        nonlocal done
-        if done == after:
-            raise KeyboardInterrupt
-        done += 1
-        return finish(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nagnet.data.writing.ShardWriter, "finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(arguments, out)
-    return out
+    assert contents(begun) == contents(whole)
 
 
 @pytest.mark.parametrize("damaged", ["shard-00001.bin", "shard-00001.documents.npy", "held_out.jsonl"])
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
-def test_a_damaged_shard_is_made_again(arguments, whole, tmp_path, damaged, how):
-    out = interrupted(arguments, tmp_path / "out", after=3)
-    content = bytearray((out / damaged).read_bytes())
+def test_a_damaged_shard_is_made_again(arguments, whole, begun, damaged, how):
+    content = bytearray((begun / damaged).read_bytes())
     if how == "missing":
-        (out / damaged).unlink()
+        (begun / damaged).unlink()
     else:
         content[len(content) // 2] ^= 1
-        (out / damaged).write_bytes(content if how == "flipped" else content[:-3])
+        (begun / damaged).write_bytes(content if how == "flipped" else content[:-3])
     notices: list[str] = []
-    prepare(arguments, out, notice=notices.append)
+    prepare(arguments, begun, notice=notices.append)
     assert damaged in notices[0] and "making it again" in notices[0]
-    assert contents(out) == contents(whole)
+    assert contents(begun) == contents(whole)
 
 
 def test_a_complete_folder_is_left_alone(arguments, whole):
@@ -355,8 +375,8 @@ def test_a_complete_folder_is_left_alone(arguments, whole):
     [{"vocab_size": 290}, {"shard_tokens": 7_000}, {"held_out_bytes": 5}, {"max_documents": 9}, {"column": "body"}],
     ids=str,
 )
-def test_other_arguments_are_refused(arguments, whole, tmp_path, state, change):
-    out = whole if state == "complete" else interrupted(arguments, tmp_path / "out", after=1)
+def test_other_arguments_are_refused(arguments, whole, stopped, state, change):
+    out = whole if state == "complete" else stopped
     before = contents(out)
     with pytest.raises(UserError, match=f"begun with other arguments .{next(iter(change))} ") as caught:
         prepare(replace(arguments, **change), out)
@@ -416,19 +436,17 @@ def test_bad_input_writes_nothing(arguments, tmp_path, change, message):
         prepare(arguments, tmp_path / "out", workers=0)
 
 
-def test_a_damaged_note_of_what_is_finished_is_refused(arguments, tmp_path):
-    out = interrupted(arguments, tmp_path / "out", after=1)
-    (out / "unfinished.json").write_text("{")
+def test_a_damaged_note_of_what_is_finished_is_refused(arguments, begun):
+    (begun / "unfinished.json").write_text("{")
     with pytest.raises(UserError, match="unfinished.json is damaged"):
-        prepare(arguments, out)
+        prepare(arguments, begun)
 
 
-def test_a_second_preparation_of_the_same_folder_is_refused(arguments, tmp_path):
+def test_a_second_preparation_of_the_same_folder_is_refused(arguments, begun):
     pytest.importorskip("fcntl")
-    out = interrupted(arguments, tmp_path / "out", after=1)
-    with nagnet.data.prepare._locked(out), pytest.raises(UserError, match="being prepared by another process"):
-        prepare(arguments, out)
-    prepare(arguments, out)
+    with nagnet.data.prepare._locked(begun), pytest.raises(UserError, match="being prepared by another process"):
+        prepare(arguments, begun)
+    prepare(arguments, begun)
 
 
 def test_progress_counts_up_to_the_end(arguments, tmp_path):

@@ -54,13 +54,14 @@ def test_content_hash_is_that_of_the_tokens(write_shards):
             ("same", SHARDS, 1000),
             ("again", SHARDS, 1000),
             ("token", [[[1, 2, 4], *SHARDS[0][1:]], *SHARDS[1:]], 1000),
+            ("last token", [*SHARDS[:2], [[9], [10, 11, 12, 14], []]], 1000),
             ("border", [[[1, 2], [3, 4], [5, 6]], *SHARDS[1:]], 1000),
             ("order", SHARDS[::-1], 1000),
             ("vocabulary", SHARDS, 1001),
         )
     }
     assert hashes["same"] == hashes["again"]
-    assert len(set(hashes.values())) == 5
+    assert len(set(hashes.values())) == 6
 
 
 @pytest.mark.parametrize("file", ["shard-00001.bin", "shard-00001.documents.npy"])

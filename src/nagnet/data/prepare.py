@@ -155,7 +155,10 @@ def prepare(
             threshold=limits.threshold,
             tokenizer_hash=tokenizer.content_hash,
         )
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make folder {out}: {error.strerror}; name another one") from error
     with _locked(out):
         if not (out / UNFINISHED_FILE).exists():
             unfinished.save(out)  # first of all, as it makes the folder ours: what is missing can be made again
