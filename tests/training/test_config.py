@@ -211,6 +211,11 @@ def test_override_of_the_budget_takes_its_place():
     assert override(RUN, ["steps=7", "steps=9"]).steps == 9
 
 
+@pytest.mark.parametrize("text", ["123", "1e3", "true", "a,b"])
+def test_text_stays_text(text):
+    assert override(RUN, [f"data={text}"]).data == text
+
+
 @pytest.mark.parametrize("text", ["none", "None", "null"])
 def test_override_empties_a_field(text):
     full = RUN.replace(data="a.txt", device_batch_size=4)

@@ -11,6 +11,7 @@ from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.nn.readout import ReadoutConfig
 from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticResidual
+from nagnet.training import muon
 from nagnet.training.muon import Muon, orthogonalize
 from nagnet.training.optimizer import (
     OptimizerConfig,
@@ -44,8 +45,8 @@ def test_only_sublayer_weights_are_matrices():
 
 def test_tied_head_never_reaches_muon():
     optimizers = build_optimizers(Decoder(TINY.replace(tie_embeddings=True), seed=0), OptimizerConfig())
-    muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
-    assert all(name.startswith("blocks.") for group in muon.param_groups for name in group["names"])
+    matrices = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
+    assert all(name.startswith("blocks.") for group in matrices.param_groups for name in group["names"])
 
 
 def test_roles_in_a_foreign_model():
@@ -222,11 +223,18 @@ def _step(optimizer, parameters, grads):
     optimizer.step()
 
 
-def test_sharded_matrices_are_orthogonalised_whole():
-    """One process is enough to tell: it holds DTensors, and their products are those of the whole matrices."""
+def test_sharded_matrices_are_orthogonalised_whole(monkeypatch):
+    """In one process: what is orthogonalised is whole, what is kept is sharded, and the result is the same."""
     from torch import distributed
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+    seen = []
+
+    def noting(stack, *arguments):
+        seen.append(type(stack))
+        return orthogonalize(stack, *arguments)
+
+    monkeypatch.setattr(muon, "orthogonalize", noting)
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -239,6 +247,7 @@ def test_sharded_matrices_are_orthogonalised_whole():
         for a, b in zip(plain, sharded, strict=True):
             assert torch.equal(a, b.full_tensor())
             assert optimizers[1].state[b]["momentum_buffer"].placements == b.placements
+        assert set(seen) == {torch.Tensor}
     finally:
         distributed.destroy_process_group()
 
