@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from nagnet.errors import UserError
 from nagnet.models.decoder import Decoder
+from nagnet.nn.attention import Attention
 from nagnet.nn.precision import Float32Embedding, Float32Module
 from nagnet.nn.readout import Readout
-from nagnet.training.distributed import World, is_sharded, sum_over_ranks, whole_tensor
+from nagnet.nn.rotary import RotaryTable
+from nagnet.training.distributed import World, sum_over_ranks, whole_tensor
 
 Strategy = Literal["ddp", "fsdp"]
 
@@ -99,7 +101,7 @@ class _SummedLoss(nn.Module):
 def _summed_bucket(group, bucket):  # DDP refuses annotations that are strings, as all are in this file
     """DDP's reduction of a bucket of gradients without its division by the number of processes."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    return work.get_future().then(lambda future: future.value()[0])  # pyright: ignore[reportOptionalMemberAccess]
 
 
 class _Replicated(Parallel):
@@ -113,11 +115,9 @@ class _Replicated(Parallel):
         # Buffers are functions of the step here. The option's name changed in torch 2.13.
         names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        options: dict[str, Any] = {sync_buffers: False}
         self._ddp = nn.parallel.DistributedDataParallel(
-            _SummedLoss(model),
-            find_unused_parameters=unused_parameters,
-            gradient_as_bucket_view=True,
-            **{sync_buffers: False},
+            _SummedLoss(model), find_unused_parameters=unused_parameters, gradient_as_bucket_view=True, **options
         )
         self._ddp.register_comm_hook(dist.group.WORLD, _summed_bucket)
         self.summed_loss = self._ddp
@@ -130,6 +130,7 @@ class _Sharded(Parallel):
     """FSDP2: ``fully_shard`` of every block and of the rest, replicas of what is too small or too fine to shard."""
 
     def __init__(self, model: Decoder, world: World, dtype: torch.dtype, unused_parameters: bool):
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         if unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
@@ -141,7 +142,7 @@ class _Sharded(Parallel):
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        mesh = dist.init_device_mesh(next(model.parameters()).device.type, (world.size,))
+        mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
         options: dict[str, Any] = {"mesh": mesh, "ignored_params": set(self._replicas)}
         for block in model.blocks:
             fully_shard(block, mp_policy=policy, **options)
@@ -232,6 +233,6 @@ def _decoder_with(model: Decoder, tensors: dict[str, Tensor]) -> Decoder:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
-        if hasattr(module, "reset_buffers"):
+        if isinstance(module, Attention | RotaryTable):
             module.reset_buffers()
     return whole
