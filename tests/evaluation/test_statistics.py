@@ -1,4 +1,4 @@
-"""Bootstrap, area under ROC and rank correlation on cases small enough to do by hand."""
+"""Bootstrap, intervals over seeds, area under ROC and rank correlation on cases small enough to do by hand."""
 
 import math
 
@@ -7,7 +7,13 @@ import pytest
 
 from nagnet.errors import UserError
 from nagnet.evaluation.bits_per_byte import DocumentScores
-from nagnet.evaluation.statistics import area_under_roc, paired_bootstrap_bits_per_byte, spearman
+from nagnet.evaluation.statistics import (
+    area_under_roc,
+    paired_bootstrap_bits_per_byte,
+    seed_interval,
+    spearman,
+    t_quantile,
+)
 
 LN2 = math.log(2)
 
@@ -81,6 +87,47 @@ def test_only_the_same_documents_in_the_same_order_can_be_compared():
         paired_bootstrap_bits_per_byte(scores([1], [10]), scores([1], [10]))
     with pytest.raises(UserError, match="confidence 95"):
         paired_bootstrap_bits_per_byte(a, a, confidence=95)
+
+
+@pytest.mark.parametrize(
+    ("confidence", "degrees", "expected"),
+    [
+        (0.5, 1, 1.0),
+        (0.95, 1, 12.7062047),
+        (0.95, 2, 4.30265273),
+        (0.95, 3, 3.18244631),
+        (0.95, 4, 2.77644511),
+        (0.95, 5, 2.57058184),
+        (0.99, 9, 3.24983554),
+        (0.95, 30, 2.04227246),
+        (0.95, 1000, 1.96233908),
+    ],
+)
+def test_quantiles_of_t_are_those_of_the_tables(confidence, degrees, expected):
+    assert t_quantile(confidence, degrees) == pytest.approx(expected, rel=1e-7)
+
+
+def test_the_interval_over_three_seeds_by_hand():
+    """Mean 2, standard deviation 1, so 2 +- 4.3027 / sqrt(3)."""
+    result = seed_interval([1.0, 2.0, 3.0])
+    assert (result.mean, result.n_seeds, result.confidence) == (2.0, 3, 0.95)
+    assert result.standard_error == pytest.approx(1 / math.sqrt(3))
+    assert result.high - 2.0 == pytest.approx(4.30265273 / math.sqrt(3))
+    assert 2.0 - result.low == pytest.approx(4.30265273 / math.sqrt(3))
+
+
+def test_the_interval_over_seeds_covers_the_mean_as_often_as_it_says():
+    random = np.random.default_rng(0)
+    intervals = [seed_interval(random.normal(0.3, 2.0, 3).tolist(), 0.9) for _ in range(2000)]
+    covered = np.mean([interval.low <= 0.3 <= interval.high for interval in intervals])
+    assert covered == pytest.approx(0.9, abs=0.02)
+
+
+def test_one_seed_has_no_interval():
+    with pytest.raises(UserError, match="at least 2 seeds"):
+        seed_interval([0.1])
+    with pytest.raises(UserError, match="confidence 95"):
+        seed_interval([0.1, 0.2], confidence=95)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""Paired bootstrap between two models, area under ROC, and rank correlation."""
+"""Intervals of paired differences over documents and over seeds, area under ROC, and rank correlation."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +80,76 @@ def paired_bootstrap_bits_per_byte(
     tail = (1 - confidence) / 2
     low, high = np.quantile(differences, [tail, 1 - tail])
     return BootstrapResult(float(bits.sum() / n_bytes.sum()), float(low), float(high), n, confidence)
+
+
+@dataclass(frozen=True)
+class SeedInterval:
+    """The mean of paired differences, one for each training seed, with Student's t interval.
+
+    Attributes:
+        mean: of the differences. standard_error: of the mean.
+        low, high: ends of the interval.
+        n_seeds: number of differences. confidence: coverage, for example 0.95.
+    """
+
+    mean: float
+    standard_error: float
+    low: float
+    high: float
+    n_seeds: int
+    confidence: float
+
+
+def seed_interval(differences: Sequence[float], confidence: float = 0.95) -> SeedInterval:
+    """Mean and t interval of paired differences between two arms, one difference a seed.
+
+    The interval covers the training seed: initial parameters and order of batches. It takes the differences for draws
+    from one normal distribution; with two seeds it is very wide, since the spread itself is hardly known.
+
+    Args:
+        differences: of the two arms at each seed.
+        confidence: coverage, between 0 and 1.
+
+    Raises:
+        UserError: for fewer than two seeds, or a confidence out of range.
+    """
+    n = len(differences)
+    if n < 2:
+        raise UserError(f"an interval over {n} seed says nothing; train at least 2 seeds")
+    mean = statistics.fmean(differences)
+    error = statistics.stdev(differences) / math.sqrt(n)
+    half = t_quantile(confidence, n - 1) * error
+    return SeedInterval(mean, error, mean - half, mean + half, n, confidence)
+
+
+def t_quantile(confidence: float, degrees: int) -> float:
+    """The t with ``P(|T| <= t) = confidence`` for Student's distribution with so many degrees of freedom.
+
+    Raises:
+        UserError: if the confidence is not between 0 and 1, or there is no degree of freedom.
+    """
+    if degrees < 1 or not 0 < confidence < 1:
+        raise UserError(f"degrees of freedom {degrees} must be at least 1 and confidence {confidence} between 0 and 1")
+    low, high = 0.0, 1.0
+    while _central_t_probability(high, degrees) < confidence:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _central_t_probability(middle, degrees) < confidence else (low, middle)
+    return high
+
+
+def _central_t_probability(t: float, degrees: int) -> float:
+    """P(|T| <= t), by the finite series in the angle atan(t / sqrt(degrees)) (Abramowitz and Stegun 26.7.3 and 4)."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term = cosine if odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for k in range(2 + odd, degrees - 1, 2):
+        term *= cosine * cosine * (k - 1) / k
+        total += term
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total
 
 
 def area_under_roc(scores: ArrayLike, labels: ArrayLike) -> float:
