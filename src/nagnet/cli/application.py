@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,8 @@ from nagnet.errors import UserError
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + 2  # what a shell reports for SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # and for SIGPIPE
+
+_CHANGE = re.compile(r"[a-z][a-z0-9_.]*=")
 
 # The user's surroundings, not a fault of the program: these need a line, not a traceback.
 _ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -66,7 +69,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int | None:
             module.Options,
             prog=f"nagnet {name}",
             description=module.__doc__,
-            args=arguments,
+            args=_changes_together(arguments) if hasattr(module.Options, "changes") else arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
         return module.main(options)
@@ -77,6 +80,15 @@ def _run_command(name: str, arguments: Sequence[str]) -> int | None:
         raise UserError(
             f"{name} needs {package}, which is not installed: pip install 'nagnet[{command.extras}]'"
         ) from error
+
+
+def _changes_together(arguments: Sequence[str]) -> list[str]:
+    """Puts every KEY=VALUE behind the recipe, as the parser wants positional words in one row."""
+    first, rest = list(arguments[:1]), list(arguments[1:])
+    if not first or first[0].startswith("-"):
+        return first + rest
+    changes = [word for word in rest if _CHANGE.match(word)]
+    return first + changes + [word for word in rest if not _CHANGE.match(word)]
 
 
 def _guarded(action: Callable[[], int | None]) -> int:

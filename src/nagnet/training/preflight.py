@@ -36,8 +36,8 @@ class ShapeReport:
     """What a few steps at true shape say of the whole run.
 
     Attributes:
-        sequences: per pass, as measured. device_batch: per pass of the recipe; where it is more, time and memory are
-            extrapolated along a straight line from two sizes.
+        sequences: per pass, as measured. device_batch: per pass of the recipe; where it is more, time is
+            taken as proportional to it, and memory extrapolated along a straight line through two sizes.
         tokens_per_second: of the whole step, accumulation and optimizer included. step_seconds: of such a step.
         peak_memory_bytes: of a pass of the recipe and the optimizer.
         seconds: of all steps. dollars: their price, or None. flops_per_second: training FLOPs on this device.
@@ -75,13 +75,10 @@ def measure_true_shape(
     largest = min(device_batch, CPU_SEQUENCES) if device.type == "cpu" else device_batch
     small, large = (_measure(config, device, dtype, size, n_steps) for size in (max(1, largest // 2), largest))
 
-    def at_device_batch(low: float, high: float) -> float:
-        if large.sequences == small.sequences or large.sequences == device_batch:
-            return high * device_batch / large.sequences
-        slope = (high - low) / (large.sequences - small.sequences)
-        return high + slope * (device_batch - large.sequences)
-
-    pass_seconds = at_device_batch(small.pass_seconds, large.pass_seconds)
+    # Memory grows along a straight line; time is taken as proportional, which a larger pass can only better.
+    more = device_batch - large.sequences
+    growth = max(0.0, large.peak_memory - small.peak_memory) / max(1, large.sequences - small.sequences)
+    pass_seconds = large.pass_seconds * device_batch / large.sequences
     step_seconds = n_parts * pass_seconds + large.optimizer_seconds
     budget = resolve_budget(config)
     seconds = step_seconds * budget.n_steps
@@ -90,7 +87,7 @@ def measure_true_shape(
         device_batch=device_batch,
         tokens_per_second=config.tokens_per_step / step_seconds,
         step_seconds=step_seconds,
-        peak_memory_bytes=round(at_device_batch(small.peak_memory, large.peak_memory)),
+        peak_memory_bytes=round(large.peak_memory + growth * more),
         seconds=seconds,
         dollars=dollars_to_finish(seconds, dollars_per_hour),
         flops_per_second=budget.flops_per_step / step_seconds,

@@ -96,6 +96,8 @@ class Run:
         self.alarms: list[str] = []  # standing now
         self.alarms_ever: list[str] = []
         self.bits_per_byte: float | None = None
+        self._mfu(1.0)  # both refuse bad options, before anything is written
+        dollars_to_finish(0.0, self.dollars_per_hour)
         self.losses: list[float] = []  # since the last line of metrics
 
     def describe(self) -> None:
