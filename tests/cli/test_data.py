@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nagnet.cli.application import run
+from nagnet.cli.data import _Meter
+from nagnet.data.manifest import Totals
 from nagnet.data.shards import open_shards
 
 
@@ -37,6 +39,16 @@ def test_prepare_says_what_it_made(source, tmp_path, capsys, monkeypatch):
     assert shards.content_hash in output.out
     assert "training a tokenizer of 270 ids" in output.err
     assert f"{shards.n_tokens / 1e6:.1f}M tokens" in output.err and "tokens/s" in output.err and "left" in output.err
+
+
+def test_progress_without_a_known_end_claims_none(capsys, monkeypatch):
+    monkeypatch.setattr("nagnet.training.progress.LINE_INTERVAL", 0.0)
+    with _Meter("out") as meter:
+        for done in (5_000_000, 6_000_000):  # the first five were there before
+            meter.update(Totals(bytes=done, tokens=done // 4), None)
+    first, second = capsys.readouterr().err.splitlines()
+    assert "0.00 MB/s" in first and "0.00 MB/s" not in second
+    assert "6.0 MB, 1.5M tokens" in second and "? left" in second
 
 
 def test_prepare_prints_json_and_nothing_else(source, tmp_path, capsys):

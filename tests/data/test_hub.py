@@ -10,8 +10,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import datasets
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -86,6 +84,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A hub with one data set of 3 files of 400 rows."""
+    datasets, huggingface_hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
     root = tmp_path / "hub" / "data"
     root.mkdir(parents=True)
     for k in range(3):

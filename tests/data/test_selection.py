@@ -91,4 +91,4 @@ def test_batches_keep_order_and_leave_out_what_is_not_encoded():
         item.record.text for item in items if item.record.text and not item.held_out
     ]
     assert len(groups) == 4
-    assert len(list(batches(select(source_of(["x" * 600_000] * 4).read(), Limits(None, None, 0))))) == 2
+    assert len(list(batches(select(source_of(["x" * 150_000] * 4).read(), Limits(None, None, 0))))) == 2

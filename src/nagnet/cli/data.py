@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,8 +155,6 @@ class _Meter:
 
     def notice(self, line: str) -> None:
         """Print a line that is not part of the result."""
-        import sys
-
         print(line, file=sys.stderr, flush=True)
 
     def update(self, totals: Totals, n_bytes: int | None) -> None:

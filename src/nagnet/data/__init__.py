@@ -1,1 +1,1 @@
-"""Text corpora, the byte-level tokenizer and the deterministic batch loader."""
+"""Text sources, the byte-level tokenizer, token shards and the deterministic batch loader."""

@@ -110,9 +110,13 @@ class PackedTokens:
         """Number of tokens."""
         return len(self.tokens)
 
-    @cached_property
+    @property
     def content_hash(self) -> str:
-        """SHA-256 (hex) of tokens, offsets, BOS and vocabulary."""
+        """SHA-256 (hex) of tokens, offsets, BOS and vocabulary; computed once."""
+        return self._content_hash
+
+    @cached_property
+    def _content_hash(self) -> str:
         digest = hashlib.sha256(f"{self.tokens.dtype.name}:{self.bos_id}:{self.vocab_size}:".encode())
         digest.update(np.ascontiguousarray(self.tokens).data)
         digest.update(np.ascontiguousarray(self.offsets).data)

@@ -137,11 +137,7 @@ def prepare(
         return _complete(out, record, arguments, notice)
     tokenizer = None
     if (out / UNFINISHED_FILE).exists():
-        unfinished = Unfinished.load(out)
-        _check_same(out, record, unfinished.arguments)
-        source = _open(arguments, unfinished.revision or None)
-        if source.fingerprint != unfinished.fingerprint:
-            raise _changed(out, source)
+        unfinished, source = _resume(out, record, arguments)
         limits = replace(_limits(record), threshold=unfinished.threshold)
     else:
         _check_empty(out)
@@ -155,10 +151,7 @@ def prepare(
             threshold=limits.threshold,
             tokenizer_hash=tokenizer.content_hash,
         )
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make folder {out}: {error.strerror}; name another one") from error
+        _make_folder(out)
     with _locked(out):
         if not (out / UNFINISHED_FILE).exists():
             unfinished.save(out)  # first of all, as it makes the folder ours: what is missing can be made again
@@ -287,6 +280,16 @@ class _Preparation:
         return manifest
 
 
+def _resume(out: Path, record: dict[str, Any], arguments: Arguments) -> tuple[Unfinished, Source]:
+    """What an interrupted preparation has left, and the source it was reading, if both are as they were."""
+    unfinished = Unfinished.load(out)
+    _check_same(out, record, unfinished.arguments)
+    source = _open(arguments, unfinished.revision or None)
+    if source.fingerprint != unfinished.fingerprint:
+        raise _changed(out, source)
+    return unfinished, source
+
+
 def _complete(out: Path, record: dict[str, Any], arguments: Arguments, notice: Callable[[str], None]) -> Manifest:
     """The manifest of a folder that needs no more work, if it is what the arguments would make."""
     manifest = open_shards(out).manifest
@@ -336,6 +339,13 @@ def _check_empty(out: Path) -> None:
         return
     if not out.is_dir() or any(not path.name.startswith(f".{UNFINISHED_FILE}") for path in out.iterdir()):
         raise UserError(f"{out} holds files that nagnet data prepare did not write; name a new or empty folder")
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make folder {out}: {error.strerror}; name another one") from error
 
 
 def _check_same(out: Path, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:

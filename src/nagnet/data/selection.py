@@ -14,7 +14,7 @@ from nagnet.errors import UserError
 _DOCUMENTS_LOOKED_AT = 1_000
 
 _BATCH_RECORDS = 256
-_BATCH_BYTES = 1_000_000
+_BATCH_BYTES = 250_000
 
 
 @dataclass(frozen=True)
