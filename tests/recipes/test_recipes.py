@@ -26,9 +26,9 @@ EXPECTED = {
     "walkthrough-26-1e18": ((170_806_633, 1_307_955_318, 1_458), (169_738_240, 1_301_544_960, 1_465)),
     "walkthrough-26-3e18": ((170_806_633, 1_307_955_318, 4_375), (169_738_240, 1_301_544_960, 4_396)),
     "walkthrough-64x640": ((359_145_729, 3_035_678_214, 9_425), (356_515_840, 3_019_898_880, 9_474)),
-    "walkthrough-nan": ((1_065_537, 6_399_366, 305), (1_048_576, 6_297_600, 310)),
-    "walkthrough-collapse": ((1_065_537, 6_399_366, 305), (1_048_576, 6_297_600, 310)),
-    "walkthrough-cure": ((1_065_537, 6_399_366, 305), (1_048_576, 6_297_600, 310)),
+    "walkthrough-nan": ((1_467_233, 9_205_830, 212), (1_441_792, 9_053_184, 216)),
+    "walkthrough-collapse": ((1_467_233, 9_205_830, 212), (1_441_792, 9_053_184, 216)),
+    "walkthrough-cure": ((1_467_233, 9_205_830, 212), (1_441_792, 9_053_184, 216)),
 }
 
 
@@ -107,7 +107,7 @@ def test_the_cure_differs_from_the_collapse_in_gate_rate_and_warm_up_alone():
     collapse, cure, nan = (RECIPES[f"walkthrough-{name}"]() for name in ("collapse", "cure", "nan"))
     assert collapse.optimizer.gate_lr == collapse.optimizer.matrix_lr
     assert cure.optimizer.gate_lr == pytest.approx(1e-3 * 2**0.5)
-    assert collapse.schedule.injection(0, 305) == 1.0 and cure.schedule.injection(0, 305) < 0.05
+    assert collapse.schedule.injection(0, 212) == 1.0 and cure.schedule.injection(0, 212) < 0.05
     same = dataclasses.replace(
         cure,
         optimizer=dataclasses.replace(cure.optimizer, gate_lr=collapse.optimizer.gate_lr),

@@ -21,7 +21,7 @@ INJECTION_WARMUP = 0.1
 def _small_walkthrough(gate_lr: float, injection_warmup: float, modulation_floor: float | None = None) -> RunConfig:
     decay = walkthrough_decay(PRESETS["walkthrough-64x640"], BATCH_TOKENS)
     optimizer, _ = scale_rates(walkthrough_optimizer(decay, gate_lr), BATCH_TOKENS, WIDTH)
-    model = PRESETS["walkthrough-16x64"]
+    model = PRESETS["walkthrough-24x64"]
     if modulation_floor is not None:
         model = model.replace(modulation_floor=modulation_floor)
     return RunConfig(
