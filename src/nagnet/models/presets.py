@@ -27,7 +27,7 @@ PRESETS: dict[str, ModelConfig] = {
         d_model=640, n_layers=26, n_heads=5, vocab_size=32_768, max_seq_len=2048, n_directions=32
     ),
     # The walkthrough's rules in a model of minutes on a CPU: no floor under the branch norm but float32's epsilon, and
-    # G_encode = 1. In 24 blocks two or more updates collapse within 60 steps with each of three seeds, in 16 as few as one.
+    # G_encode = 1. Within 60 steps two or more updates of 24 blocks collapse with each of three seeds; of 16, one.
     "walkthrough-24x64": ModelConfig(
         d_model=64, n_layers=24, n_heads=2, vocab_size=2048, max_seq_len=128, n_directions=8, branch_eps=1.2e-7
     ),
