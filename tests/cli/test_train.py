@@ -15,11 +15,11 @@ from nagnet.models.checkpoint import load_model
 from nagnet.recipes import RECIPES
 from nagnet.training.metrics import read_metrics
 
-SMALL = (
-    "model.d_model=16 model.n_layers=2 model.n_heads=2 model.vocab_size=270 model.max_seq_len=16 model.n_directions=3 "
-    "steps=6 batch_size=4 seq_len=16 compile=false dtype=float32 eval_bytes=600 health_interval=2 eval_interval=3 "
-    "checkpoint_interval=2 log_interval=1"
-).split()
+SMALL = [
+    *("model.d_model=16", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=270", "model.max_seq_len=16"),
+    *("model.n_directions=3", "steps=6", "batch_size=4", "seq_len=16", "compile=false", "dtype=float32"),
+    *("eval_bytes=600", "health_interval=2", "eval_interval=3", "checkpoint_interval=2", "log_interval=1"),
+]
 
 
 @pytest.fixture(autouse=True)

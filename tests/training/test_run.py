@@ -26,7 +26,7 @@ TIMES = ("seconds", "pass_seconds", "optimizer_seconds", "tokens_per_second", "m
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    words = "the norm of a stream grows with depth and a rotation keeps it where it was".split()
+    words = ("norm", "stream", "grows", "with", "depth", "rotation", "keeps", "where", "it", "was", "token", "layer")
     draw = random.Random(0)
     for number in range(40):
         text = " ".join(draw.choice(words) for _ in range(60))

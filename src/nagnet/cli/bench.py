@@ -1,6 +1,6 @@
 """Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
 
-Benchmarks: residual_update, training_step, loss, compile_time, or all. Expect one to five minutes each.
+Benchmarks: residual_update, training_step, training_loop, loss, compile_time, or all. Expect one to five minutes each.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nagnet.errors import UserError
 class Options:
     """What to measure."""
 
-    benchmark: tyro.conf.Positional[Literal["residual_update", "training_step", "loss", "compile_time", "all"]] = (
-        "residual_update"
-    )
+    benchmark: tyro.conf.Positional[
+        Literal["residual_update", "training_step", "training_loop", "loss", "compile_time", "all"]
+    ] = "residual_update"
     """Which benchmark."""
     shape: Literal["12x512", "24x128"] = "12x512"
     """Model of training_step, blocks x width."""
@@ -81,6 +81,17 @@ def _training_step(options: Options, device: Any) -> Any:
     return bench_training_step(options.shape, DTYPES[options.dtype], device, options.repeats)
 
 
+def _training_loop(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.training_loop import bench_training_loop
+    from nagnet.models.config import ModelConfig
+
+    model = ModelConfig(d_model=256, n_layers=12, n_heads=4, vocab_size=8192, max_seq_len=256)
+    return [
+        bench_training_loop(model.replace(residual=residual), 16, device, options.repeats)
+        for residual in ("norm_agnostic", "pre_norm")
+    ]
+
+
 def _loss(options: Options, device: Any) -> Any:
     from nagnet.benchmarks.loss import bench_loss, bench_loss_time
 
@@ -99,6 +110,7 @@ def _compile_time(options: Options, device: Any) -> Any:
 _BENCHMARKS = {
     "residual_update": _residual_update,
     "training_step": _training_step,
+    "training_loop": _training_loop,
     "loss": _loss,
     "compile_time": _compile_time,
 }
@@ -139,6 +151,21 @@ def _step_lines(result: dict[str, Any]) -> list[str]:
     return [*lines, f"  norm_agnostic / pre_norm: {pair}"]
 
 
+def _loop_lines(results: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for result in results:
+        lines.append(f"  {result['residual']}, {result['shape']}")
+        lines += [f"  {name:14} {_milliseconds(seconds)}" for name, seconds in result["seconds"].items()]
+        intervals = ", ".join(f"{name} {1000 * value:.1f} ms" for name, value in result["per_interval"].items())
+        lines += [
+            f"  throughput {result['throughput']:.3f} of a minimal loop; beside computing "
+            f"{result['beside_computing']:.2%} of a step; each interval {intervals}",
+            f"  loader {result['loader']['tokens_per_second']:,.0f} tokens/s, "
+            f"{result['loader']['multiple_of_trainer']:.0f} x the trainer's",
+        ]
+    return lines
+
+
 def _loss_lines(result: dict[str, Any]) -> list[str]:
     memory = "  " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in result["memory"].items())
     return [memory, *(f"  {row['name']:20} {_milliseconds(row['seconds'])}" for row in result["time"])]
@@ -152,6 +179,7 @@ def _compile_lines(result: dict[str, Any]) -> list[str]:
 _LINES = {
     "residual_update": _update_lines,
     "training_step": _step_lines,
+    "training_loop": _loop_lines,
     "loss": _loss_lines,
     "compile_time": _compile_lines,
 }
