@@ -5,6 +5,7 @@ import torch
 
 from nagnet.ops import fused, reference
 
+BOTH = (fused.recomputing_gain, reference.gain)
 NAMES = ("gain", "grad direction", "grad weight", "grad bias", "grad mixture", "grad raw_beta", "grad scale")
 
 
@@ -43,13 +44,13 @@ def _relative(result, truth):
 @pytest.mark.parametrize(("d", "n_directions"), [(1, 1), (3, 4), (123, 32)])
 def test_equals_the_reference_in_float64(shape, d, n_directions):
     inputs = _inputs(shape, d, n_directions)
-    for name, a, b in zip(NAMES, *(_run(module.gain, inputs) for module in (fused, reference)), strict=True):
+    for name, a, b in zip(NAMES, *(_run(function, inputs) for function in BOTH), strict=True):
         assert a.shape == b.shape and _relative(a, b) < 1e-11, name
 
 
 def test_gradcheck():
     inputs = [tensor.requires_grad_() for tensor in _inputs((4,), 5, 3)]
-    assert torch.autograd.gradcheck(fused.gain, inputs, eps=1e-6, atol=1e-6)
+    assert torch.autograd.gradcheck(fused.recomputing_gain, inputs, eps=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -58,7 +59,7 @@ def test_error_is_at_most_twice_that_of_the_reference(dtype):
     for seed in range(16):
         inputs = _inputs((200,), 64, 8, dtype, seed)
         truth = _run(reference.gain, [tensor.double() for tensor in inputs])
-        runs.append([_run(module.gain, inputs) for module in (fused, reference)] + [truth])
+        runs.append([_run(function, inputs) for function in BOTH] + [truth])
     floor = torch.finfo(torch.float32).eps / 4  # where both are exact to rounding a ratio means nothing
     for index, name in enumerate(NAMES):
         fast, slow, truth = (torch.stack([run[arm][index].double() for run in runs]) for arm in range(3))
@@ -69,7 +70,7 @@ def test_error_is_at_most_twice_that_of_the_reference(dtype):
 def test_a_clamped_modulation_has_the_gradients_of_the_reference(bias):
     direction, weight, _, mixture, raw_beta, scale = _inputs((9,), 8, 4)
     inputs = (direction, weight, torch.full((4,), bias, dtype=torch.float64), mixture, raw_beta, scale)
-    for name, a, b in zip(NAMES, *(_run(module.gain, inputs) for module in (fused, reference)), strict=True):
+    for name, a, b in zip(NAMES, *(_run(function, inputs) for function in BOTH), strict=True):
         assert a.isfinite().all(), name
         torch.testing.assert_close(a, b, msg=name)
 
@@ -78,15 +79,24 @@ def test_keeps_its_inputs_only():
     inputs = [tensor.requires_grad_() for tensor in _inputs((50,), 64, 8, torch.float32)]
     own, kept = {tensor.data_ptr() for tensor in inputs}, set()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()), lambda t: t):
-        fused.gain(*inputs)
+        fused.recomputing_gain(*inputs)
     assert kept == own
 
 
 def test_is_float32_under_autocast():
     inputs = _inputs((50,), 64, 8, torch.bfloat16)
-    outside = _run(fused.gain, inputs)
+    outside = _run(fused.recomputing_gain, inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        within = _run(fused.gain, inputs)
+        within = _run(fused.recomputing_gain, inputs)
     assert within[0].dtype == torch.float32
     for name, a, b in zip(NAMES, within, outside, strict=True):
         torch.testing.assert_close(a, b, msg=name, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "recomputes"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+def test_activations_are_formed_again_beside_a_16_bit_direction_only(dtype, recomputes):
+    inputs = [tensor.requires_grad_() for tensor in _inputs((50,), 64, 8, dtype)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t):
+        fused.gain(*inputs, reference.MODULATION_FLOOR)
+    assert ((50, 8) not in kept) == recomputes

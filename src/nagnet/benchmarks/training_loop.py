@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from nagnet.benchmarks.timing import interleave, synchronize
 from nagnet.data.loader import BatchLoader, PackedTokens
 from nagnet.diagnostics.health import stream_health
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.training.config import RunConfig
 from nagnet.training.health import HealthMonitor, health_tokens
 from nagnet.training.loop import Trainer
@@ -37,7 +39,7 @@ def bench_training_loop(model: ModelConfig, batch_size: int, device: torch.devic
         measurement of health and of one line of metrics; loader, its tokens per second, and as a multiple of the
         trainer's.
     """
-    config = RunConfig(model=model, steps=10_000, batch_size=batch_size, seq_len=model.max_seq_len, max_grad_norm=1.0)
+    config = RunConfig(model=model, steps=10_000, batch_size=batch_size, seq_len=model.max_seq_len)
     loader = BatchLoader(_random_tokens(config), batch_size, config.seq_len, config.seed)
     trainer = Trainer(model.residual, config, model, loader, device)
     trainer.prepare()
@@ -74,7 +76,7 @@ def _random_tokens(config: RunConfig) -> PackedTokens:
 
 
 def _minimal_loop(config: RunConfig, loader: BatchLoader, device: torch.device) -> Any:
-    """A step as one would write it in a notebook: no schedule, no norms, no metrics."""
+    """A step as one would write it in a notebook: all logits at once, no schedule, no norms, no metrics."""
     model = Decoder(config.model, seed=config.seed).to(device)
     optimizers = build_optimizers(model, config.optimizer)
     model.compile_blocks()
@@ -82,7 +84,8 @@ def _minimal_loop(config: RunConfig, loader: BatchLoader, device: torch.device) 
 
     def step() -> None:
         inputs, targets = (part.to(device) for part in loader.batch(next(steps)))
-        model.loss(inputs, targets).backward()
+        logits = model(inputs).flatten(0, 1)
+        nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED_TARGET).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

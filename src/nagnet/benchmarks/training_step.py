@@ -24,18 +24,26 @@ ARMS = ("norm_agnostic", "pre_norm")
 
 
 def bench_training_step(
-    shape: str, dtype: torch.dtype, device: torch.device, repeats: int, compiled: bool = True
+    shape: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    repeats: int,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    compiled: bool = True,
 ) -> dict[str, Any]:
     """Times forward and backward of both arms, interleaved.
 
     Args:
         shape: a key of ``SHAPES``. dtype: of the products (autocast); parameters are float32.
+        batch_size, seq_len: in place of the shape's.
 
     Returns:
         Per arm: seconds, compile_seconds, kept_bytes (of the blocks, for backward) and peak_bytes (above the
         memory before its step); and the ratios norm_agnostic / pre_norm of the three.
     """
-    model_config, batch_size, seq_len = SHAPES[shape]
+    model_config, default_batch_size, default_seq_len = SHAPES[shape]
+    batch_size, seq_len = batch_size or default_batch_size, seq_len or default_seq_len
     tokens = torch.randint(model_config.vocab_size, (batch_size, seq_len + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     steps: dict[str, Callable[[], None]] = {}
@@ -64,7 +72,14 @@ def bench_training_step(
         "kept_bytes": ours["kept_bytes"] / twin["kept_bytes"],
         "peak_bytes": ours["peak_bytes"] / max(1, twin["peak_bytes"]),
     }
-    return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "arms": results, "ratios": ratios}
+    return {
+        "shape": shape,
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "dtype": str(dtype).removeprefix("torch."),
+        "arms": results,
+        "ratios": ratios,
+    }
 
 
 def _passes(

@@ -27,6 +27,10 @@ class Options:
     """Which benchmark."""
     shape: Literal["12x512", "24x128"] = "12x512"
     """Model of training_step, blocks x width."""
+    batch_size: int | None = None
+    """Sequences of training_step; default: the shape's."""
+    seq_len: int | None = None
+    """Tokens per sequence of training_step; default: the shape's."""
     rows: int = 16384
     """Tokens of residual_update."""
     d_model: int = 640
@@ -78,7 +82,8 @@ def _training_step(options: Options, device: Any) -> Any:
     from nagnet.benchmarks.timing import DTYPES
     from nagnet.benchmarks.training_step import bench_training_step
 
-    return bench_training_step(options.shape, DTYPES[options.dtype], device, options.repeats)
+    size = (options.batch_size, options.seq_len)
+    return bench_training_step(options.shape, DTYPES[options.dtype], device, options.repeats, *size)
 
 
 def _training_loop(options: Options, device: Any) -> Any:
@@ -140,7 +145,7 @@ def _update_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _step_lines(result: dict[str, Any]) -> list[str]:
-    lines = [f"  {result['shape']}, {result['dtype']}"]
+    lines = [f"  {result['shape']}, {result['batch_size']} x {result['seq_len']} tokens, {result['dtype']}"]
     for arm, row in result["arms"].items():
         lines.append(
             f"  {arm:14} {_milliseconds(row['seconds'])}  kept {row['kept_bytes'] / 1e6:,.0f} MB, "

@@ -198,7 +198,7 @@ class _Gain(torch.autograd.Function):
             return *_call(_gain_backward, grad_gain, *ctx.saved_tensors, ctx.floor), None
 
 
-def gain(
+def recomputing_gain(
     direction: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -212,6 +212,17 @@ def gain(
     Args and returns are those of the reference.
     """
     return _Gain.apply(direction, weight, bias, mixture, raw_beta, scale, floor)
+
+
+def gain(direction: Tensor, *arguments: Any) -> Tensor:
+    """`reference.gain`, compiled; for a 16-bit direction `recomputing_gain`.
+
+    Beside a 16-bit direction the C float32 activations of a token are a large part of what backward keeps; beside a
+    wider one forming them again costs more time than it saves memory (records/0001-fused-update).
+    """
+    if direction.element_size() == 2:
+        return recomputing_gain(direction, *arguments)
+    return _call(reference.gain, direction, *arguments)
 
 
 def add_norm(stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
