@@ -35,5 +35,5 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)  # gone where an interrupt came right after the replacement
         raise

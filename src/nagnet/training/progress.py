@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from types import TracebackType
@@ -21,7 +22,7 @@ class Progress:
     """Shows the share of ``total`` units done, a status text and the time left.
 
     Args:
-        label: what is being done. total: units of work. stream: where to write (default standard error).
+        label: what is being done. total: units of work, infinite where unknown. stream: where to write (default standard error).
         quiet: show nothing, as in all processes of a run but one.
     """
 
@@ -66,4 +67,5 @@ class Progress:
             self._display.update(self._task, completed=done, status=status)
         elif now - self._last_line >= LINE_INTERVAL or done >= self.total:
             self._last_line = now
-            print(f"{self.label}  {share:4.0%}  {status}", file=self._stream, flush=True)
+            percent = f"{share:4.0%}  " if math.isfinite(self.total) else ""
+            print(f"{self.label}  {percent}{status}", file=self._stream, flush=True)
