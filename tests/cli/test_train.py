@@ -24,7 +24,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def text(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NAGNET_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(30):

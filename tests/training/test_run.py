@@ -36,7 +36,7 @@ def text_folder(tmp_path_factory):
 
 @pytest.fixture
 def config(text_folder, monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(text_folder.parent / "cache"))
+    monkeypatch.setenv("NAGNET_CACHE", str(text_folder.parent / "cache"))
     return RunConfig(
         model=ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=270, max_seq_len=16, n_directions=3),
         steps=20,

@@ -22,7 +22,8 @@ class Progress:
     """Shows the share of ``total`` units done, a status text and the time left.
 
     Args:
-        label: what is being done. total: units of work, infinite where unknown. stream: where to write (default standard error).
+        label: what is being done. total: units of work, infinite where unknown.
+        stream: where to write (default standard error).
         quiet: show nothing, as in all processes of a run but one.
     """
 
