@@ -5,6 +5,7 @@ import pytest
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.models.flops import (
+    counted_parameters,
     forward_flops_per_token,
     mean_context,
     parameter_counts,
@@ -54,6 +55,17 @@ def test_counts_are_those_of_the_model(small, residual, tie_embeddings):
     counts = parameter_counts(config)
     assert counts["total"] == sum(parameter.numel() for parameter in Decoder(config).parameters())
     assert counts["total"] == sum(value for name, value in counts.items() if name != "total")
+
+
+def test_counted_are_the_parameters_of_products():
+    assert counted_parameters(TWIN) == 356_515_840 - 32_768 * 640
+    assert counted_parameters(TWIN.replace(tie_embeddings=True)) == counted_parameters(TWIN)
+    assert forward_flops_per_token(TWIN, 1) == 2 * counted_parameters(TWIN) + 64 * 4 * 640  # each query has one key
+
+
+def test_counts_cannot_be_changed_from_outside():
+    parameter_counts(CASE)["total"] = 0
+    assert parameter_counts(CASE)["total"] > 0
 
 
 def test_tied_and_untied_heads_cost_the_same(small):
