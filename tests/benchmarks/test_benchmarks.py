@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from nagnet.benchmarks import residual_update, training_step
+from nagnet.benchmarks import residual_update, training_loop, training_step
 from nagnet.benchmarks.timing import interleave, kept_bytes, machine
 from nagnet.cli.application import run
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
 from nagnet.ops import fused
 
 CPU = torch.device("cpu")
@@ -70,3 +71,24 @@ def test_command_prints_and_writes_json(uncompiled, tmp_path, capsys):
     assert printed["machine"]["torch"] == machine()["torch"]
     assert run(arguments[:-1]) == 0
     assert "of clone" in capsys.readouterr().out
+
+
+def test_kept_bytes_alone_are_those_of_the_step(monkeypatch):
+    monkeypatch.setattr(Decoder, "compile_blocks", lambda model: None)
+    tiny = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, n_directions=2)
+    monkeypatch.setitem(training_step.SHAPES, "tiny", (tiny, 2, 8))
+    step = training_step.bench_training_step("tiny", torch.float32, CPU, repeats=2, compiled=False)
+    alone = training_step.bench_kept_bytes("tiny", torch.float32, CPU)
+    assert alone["bytes"] == {arm: row["kept_bytes"] for arm, row in step["arms"].items()}
+    smaller = training_step.bench_kept_bytes("tiny", torch.float32, CPU, batch_size=1)
+    assert smaller["batch_size"] == 1 and smaller["bytes"]["pre_norm"] < alone["bytes"]["pre_norm"]
+
+
+def test_loop_is_timed_beside_a_minimal_one(monkeypatch):
+    monkeypatch.setattr(Decoder, "compile_blocks", lambda model: None)
+    model = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=8, n_directions=2)
+    result = training_loop.bench_training_loop(model, 2, CPU, repeats=2)
+    seconds = result["seconds"]
+    assert result["throughput"] == seconds["minimal"]["median"] / seconds["trainer"]["median"]
+    assert 0 < result["beside_computing"] < 1 and result["per_interval"]["health"] > 0
+    assert result["loader"]["tokens_per_second"] > 0

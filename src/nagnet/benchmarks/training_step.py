@@ -23,6 +23,40 @@ SHAPES: dict[str, tuple[ModelConfig, int, int]] = {
 ARMS = ("norm_agnostic", "pre_norm")
 
 
+def bench_kept_bytes(
+    shape: str, dtype: torch.dtype, device: torch.device, batch_size: int | None = None, seq_len: int | None = None
+) -> dict[str, Any]:
+    """What the compiled blocks of both arms keep for backward, by a forward pass alone: exact, and untimed.
+
+    Args:
+        shape: a key of ``SHAPES``. batch_size, seq_len: in place of the shape's.
+
+    Returns:
+        Bytes per arm (parameters left out, their casts to ``dtype`` included) and their ratio norm_agnostic / pre_norm.
+    """
+    model_config, inputs, targets = _shape(shape, device, batch_size, seq_len)
+    kept = {}
+    for arm in ARMS:
+        model = Decoder(model_config.replace(residual=arm), seed=0).to(device)
+        model.compile_blocks()
+        _, forward = _passes(model, inputs, targets, device, dtype)
+        forward()
+        kept[arm] = kept_bytes(forward, model)
+    size = {"batch_size": inputs.shape[0], "seq_len": inputs.shape[1], "dtype": str(dtype).removeprefix("torch.")}
+    ours, twin = (kept[arm] for arm in ARMS)
+    return {"shape": shape} | size | {"bytes": kept, "ratio": ours / twin}
+
+
+def _shape(
+    shape: str, device: torch.device, batch_size: int | None, seq_len: int | None
+) -> tuple[ModelConfig, Tensor, Tensor]:
+    """Model of a shape, and inputs and targets [B, T] of random tokens."""
+    model_config, default_batch_size, default_seq_len = SHAPES[shape]
+    size = (batch_size or default_batch_size, (seq_len or default_seq_len) + 1)
+    tokens = torch.randint(model_config.vocab_size, size, device=device)
+    return model_config, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
 def bench_training_step(
     shape: str,
     dtype: torch.dtype,
@@ -42,10 +76,7 @@ def bench_training_step(
         Per arm: seconds, compile_seconds, kept_bytes (of the blocks, for backward) and peak_bytes (above the
         memory before its step); and the ratios norm_agnostic / pre_norm of the three.
     """
-    model_config, default_batch_size, default_seq_len = SHAPES[shape]
-    batch_size, seq_len = batch_size or default_batch_size, seq_len or default_seq_len
-    tokens = torch.randint(model_config.vocab_size, (batch_size, seq_len + 1), device=device)
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    model_config, inputs, targets = _shape(shape, device, batch_size, seq_len)
     steps: dict[str, Callable[[], None]] = {}
     results: dict[str, Any] = {}
     for arm in ARMS:
@@ -74,8 +105,8 @@ def bench_training_step(
     }
     return {
         "shape": shape,
-        "batch_size": batch_size,
-        "seq_len": seq_len,
+        "batch_size": inputs.shape[0],
+        "seq_len": inputs.shape[1],
         "dtype": str(dtype).removeprefix("torch."),
         "arms": results,
         "ratios": ratios,

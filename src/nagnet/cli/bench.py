@@ -1,6 +1,7 @@
 """Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
 
-Benchmarks: residual_update, training_step, training_loop, loss, compile_time, or all. Expect one to five minutes each.
+Benchmarks: residual_update, training_step, kept_bytes, training_loop, loss, compile_time,
+or all. Expect one to five minutes each.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ class Options:
     """What to measure."""
 
     benchmark: tyro.conf.Positional[
-        Literal["residual_update", "training_step", "training_loop", "loss", "compile_time", "all"]
+        Literal["residual_update", "training_step", "kept_bytes", "training_loop", "loss", "compile_time", "all"]
     ] = "residual_update"
     """Which benchmark."""
     shape: Literal["12x512", "24x128"] = "12x512"
-    """Model of training_step, blocks x width."""
+    """Model of training_step and kept_bytes, blocks x width."""
     batch_size: int | None = None
-    """Sequences of training_step; default: the shape's."""
+    """Sequences of training_step and kept_bytes; default: the shape's."""
     seq_len: int | None = None
-    """Tokens per sequence of training_step; default: the shape's."""
+    """Tokens per sequence of training_step and kept_bytes; default: the shape's."""
     rows: int = 16384
     """Tokens of residual_update."""
     d_model: int = 640
@@ -86,6 +87,13 @@ def _training_step(options: Options, device: Any) -> Any:
     return bench_training_step(options.shape, DTYPES[options.dtype], device, options.repeats, *size)
 
 
+def _kept_bytes(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.timing import DTYPES
+    from nagnet.benchmarks.training_step import bench_kept_bytes
+
+    return bench_kept_bytes(options.shape, DTYPES[options.dtype], device, options.batch_size, options.seq_len)
+
+
 def _training_loop(options: Options, device: Any) -> Any:
     from nagnet.benchmarks.training_loop import bench_training_loop
     from nagnet.models.config import ModelConfig
@@ -115,6 +123,7 @@ def _compile_time(options: Options, device: Any) -> Any:
 _BENCHMARKS = {
     "residual_update": _residual_update,
     "training_step": _training_step,
+    "kept_bytes": _kept_bytes,
     "training_loop": _training_loop,
     "loss": _loss,
     "compile_time": _compile_time,
@@ -156,6 +165,12 @@ def _step_lines(result: dict[str, Any]) -> list[str]:
     return [*lines, f"  norm_agnostic / pre_norm: {pair}"]
 
 
+def _kept_lines(result: dict[str, Any]) -> list[str]:
+    kept = ", ".join(f"{arm} {count / 1e6:,.1f} MB" for arm, count in result["bytes"].items())
+    size = f"{result['shape']}, {result['batch_size']} x {result['seq_len']} tokens, {result['dtype']}"
+    return [f"  {size}: {kept}; ratio {result['ratio']:.3f}"]
+
+
 def _loop_lines(results: list[dict[str, Any]]) -> list[str]:
     lines = []
     for result in results:
@@ -184,6 +199,7 @@ def _compile_lines(result: dict[str, Any]) -> list[str]:
 _LINES = {
     "residual_update": _update_lines,
     "training_step": _step_lines,
+    "kept_bytes": _kept_lines,
     "training_loop": _loop_lines,
     "loss": _loss_lines,
     "compile_time": _compile_lines,
