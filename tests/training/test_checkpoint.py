@@ -114,11 +114,8 @@ def test_layout_is_a_model_and_no_pickle(checkpoints):
     path = run.save(checkpoints)
     assert path.name == "step-0000001"
     files = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
-    assert {"config.json", "model.safetensors", RECORD_FILE} < files
-    assert all(
-        name.startswith(STATE_FOLDER + "/") and name.endswith(".safetensors")
-        for name in files - {"config.json", "model.safetensors", RECORD_FILE}
-    )
+    others = files - {"config.json", "model.safetensors", RECORD_FILE}
+    assert others and all(name.startswith(STATE_FOLDER) and name.endswith(".safetensors") for name in others)
     tokens = torch.randint(33, (2, 9))
     assert torch.equal(load_model(path)(tokens), run.model(tokens))
 
@@ -178,7 +175,7 @@ def test_a_run_that_went_back_drops_what_came_after(checkpoints):
 
 
 def test_nothing_there(checkpoints):
-    assert checkpoints.latest() is None and checkpoints.best() is None and checkpoints.steps() == []
+    assert (checkpoints.latest(), checkpoints.best(), checkpoints.steps()) == (None, None, [])
     with pytest.raises(UserError, match="keep at least 1"):
         Checkpoints("x", keep_last=0)
     with pytest.raises(UserError, match="holds no checkpoint.json; name a checkpoint"):
@@ -194,7 +191,10 @@ def test_another_model_or_config_is_refused_by_its_fields(tmp_path):
         Run().resume(other)
     with pytest.raises(UserError, match="another model: d_model is 16 there and 32 here; "):
         Run(TINY.replace(d_model=32)).resume(saved)
-    Run(seed=1).resume(saved)
+    path = Run(seed=1).resume(saved).save(saved)
+    (path / RECORD_FILE).write_text((path / RECORD_FILE).read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(UserError, match="has format 99; this version reads format 1"):
+        Run().resume(saved)
 
 
 def _first_shard(path):
@@ -233,13 +233,7 @@ def _add_a_shard(path):
     return file
 
 
-def _another_format(path):
-    file = path / RECORD_FILE
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
-    return file
-
-
-@pytest.mark.parametrize("damage", [_truncate, _flip_a_bit, _remove, _break_the_record, _add_a_shard, _another_format])
+@pytest.mark.parametrize("damage", [_truncate, _flip_a_bit, _remove, _break_the_record, _add_a_shard])
 def test_damaged_file_is_named_and_nothing_is_loaded(checkpoints, damage):
     run = Run()
     run.train(1)
@@ -362,7 +356,7 @@ def _save_and_die(checkpoints, run, n_operations):
 
 
 def die_at_every_moment(folder, which):
-    """Kills a save before each of its operations on files; the checkpoint before or the new one must load."""
+    """Kills a save before each of its operations on files; the checkpoint before or the new one must be there."""
     checkpoints = Checkpoints(folder, keep_last=1)
     old, new = Run(), Run(seed=1)
     for run in (old, new):
@@ -382,10 +376,14 @@ def die_at_every_moment(folder, which):
         old.save(checkpoints)
         killed = _save_and_die(checkpoints, new, n_operations)
         n_operations += 1
-        loaded = Run(seed=2).resume(checkpoints)
-        found = [all(torch.equal(loaded.state()[k], v) for k, v in state.items()) for state in states]
-        assert any(found), n_operations
-        seen.add(found.index(True))
+        latest = checkpoints.latest()
+        assert latest is not None, n_operations
+        for path in map(checkpoints.path, checkpoints.steps()):  # whatever is visible is complete
+            loaded = Run(seed=2).resume(checkpoints, path).state()
+            found = [all(torch.equal(loaded[name], tensor) for name, tensor in state.items()) for state in states]
+            assert any(found), (n_operations, path)
+            if path == latest:
+                seen.add(found.index(True))
         new.save(checkpoints)
         assert os.listdir(folder) == [checkpoints.path(new.n_done).name], os.listdir(folder)
     assert seen == {0, 1} and n_operations > 15, (seen, n_operations)

@@ -4,7 +4,6 @@ This file is also the program of the two processes: `launch` runs it, and the fu
 both of them.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.ops.loss import IGNORED_TARGET
+from nagnet.training.compute import autocast
 from nagnet.training.distributed import (
     World,
     any_rank,
@@ -43,6 +43,7 @@ CONFIGS = {
     "tied": SMALL.replace(tie_embeddings=True),
     "pre_norm": SMALL.replace(residual="pre_norm"),
 }
+CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp")
 # Largest difference to one process, as a share of the tensor's largest entry, or of a hundredth of the largest entry
 # of all where that is more: a scalar's gradient is a sum over tokens in which most cancels.
@@ -71,17 +72,13 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, targets
 
 
-def _autocast(dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
-
-
 def _backward(parallel: Parallel, dtype: torch.dtype = torch.float32) -> None:
     """Gradient of the mean over all targets; this process has two of the four rows, one at a time."""
     tokens, targets = _batch()
     rows = [2 * parallel.world.rank, 2 * parallel.world.rank + 1]
     n_targets = sum_over_ranks((targets[rows] != IGNORED_TARGET).sum())
     for row in rows:
-        with parallel.micro_batch(last=row == rows[-1]), _autocast(dtype):
+        with parallel.micro_batch(last=row == rows[-1]), autocast(CPU, dtype):
             (parallel.summed_loss(tokens[row : row + 1], targets[row : row + 1])[0] / n_targets).backward()
     parallel.reduce_gradients()
 
@@ -92,7 +89,7 @@ def _backward_alone(model: Decoder, dtype: torch.dtype = torch.float32, before_r
     n_targets = (targets != IGNORED_TARGET).sum()
     for row in range(4):
         before_row(row)
-        with _autocast(dtype):
+        with autocast(CPU, dtype):
             (model.summed_loss(tokens[row : row + 1], targets[row : row + 1])[0] / n_targets).backward()
 
 
@@ -205,6 +202,8 @@ def check_bfloat16_leaves_norm_lane_and_gates_in_float32(world):
         assert {p.dtype for p in parallel.model.parameters()} == {torch.float32}
         assert {p.grad.dtype for p in parallel.model.parameters()} == {torch.float32}
         _assert_close(_gradients(parallel.model), _gradients(reference), BFLOAT16_BOUND[strategy])
+        for values in (parallel.model.score(*_batch())[0], parallel.model(_batch()[0])):  # an evaluation: no autocast
+            assert values.dtype == torch.float32
 
 
 def _without_mlp(self, state, reading, gain, attention_update, mlp_update, following, cos, sin, key_mask=None):
@@ -264,6 +263,8 @@ def check_compiled_blocks(world):
             parallel.model.zero_grad(set_to_none=True)
             _backward(parallel)
             _assert_close(_gradients(parallel.model), _gradients(reference), 10 * GRADIENT_BOUND)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # as an evaluation during the run
+            torch.testing.assert_close(parallel.model.score(*_batch())[0], reference.score(*_batch())[0])
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 2, counters  # a block between others, and the last one
         assert not counters["graph_break"], counters
@@ -305,9 +306,9 @@ def run_checks(launch, tmp_path_factory):
     Returns the names of those that passed in both, and the output of the two.
     """
 
-    def run(*names: str) -> tuple[list[str], list[str]]:
+    def run(*names: str, **options) -> tuple[list[str], list[str]]:
         record = tmp_path_factory.mktemp("checks") / "passed.json"
-        results = launch(__file__, str(record), *names)
+        results = launch(__file__, str(record), *names, **options)
         return json.loads(record.read_text()) if record.exists() else [], [output for _, output in results]
 
     return run
@@ -327,7 +328,7 @@ def test_two_processes(passed, name):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_blocks_in_two_processes(run_checks):
-    names, outputs = run_checks(*SLOW)
+    names, outputs = run_checks(*SLOW, timeout=1800.0)
     assert names == SLOW, "\n".join(outputs)
 
 
@@ -345,7 +346,7 @@ def test_a_stalled_process_ends_the_others_with_one_line(launch):
 def test_one_process_has_no_group_and_the_plain_model():
     model = _model()
     with join_world("cpu") as (world, device):
-        assert (world, device) == (World(0, 1, 0), torch.device("cpu"))
+        assert (world, device) == (World(0, 1, 0), CPU)
         assert not dist.is_initialized()
         parallel = parallelize(model, world, "fsdp", torch.bfloat16)
     assert parallel.summed_loss == model.summed_loss
@@ -367,7 +368,7 @@ def test_broken_environment_names_the_variable(environment, message):
         world_of_environment(environment)
 
 
-def test_more_processes_than_gpus(monkeypatch):
+def test_unknown_strategy_and_more_processes_than_gpus(monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "x"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -375,16 +376,14 @@ def test_more_processes_than_gpus(monkeypatch):
         pass
     with pytest.raises(UserError, match="not on mps"), join_world("mps"):
         pass
-
-
-def test_unknown_strategy():
     with pytest.raises(UserError, match="'zero'.*ddp or fsdp"):
         parallelize(_model(), World(), "zero")  # pyright: ignore[reportArgumentType]
 
 
 def main(record: str, *names: str) -> None:
     passed = []
-    with join_world("cpu", timeout_seconds=120) as (world, _):
+    timeout = 120.0 if not set(names) & set(SLOW) else 1200.0  # one process may compile while the other waits
+    with join_world("cpu", timeout) as (world, _):
         for name in names:
             CHECKS[name](world)
             assert not any_rank(False)  # the others passed as well

@@ -18,6 +18,7 @@ from nagnet.nn.attention import Attention
 from nagnet.nn.precision import Float32Embedding, Float32Module
 from nagnet.nn.readout import Readout
 from nagnet.nn.rotary import RotaryTable
+from nagnet.training.compute import autocast
 from nagnet.training.distributed import World, sum_over_ranks, whole_tensor
 
 Strategy = Literal["ddp", "fsdp"]
@@ -68,12 +69,14 @@ def parallelize(
     """Spreads a model over the processes, all of which start from the main one's parameters.
 
     Args:
-        model: on this process's device, and with fsdp not compiled yet.
+        model: on this process's device; compile it afterwards.
         world: as `join_world` gave it.
         strategy: ``ddp``: every process has all parameters. ``fsdp``: each has its part of the matrices, and gathers
             a block's whole when it runs; the parameters of the residual stream stay whole and float32 everywhere.
-        dtype: in which blocks are gathered under fsdp; compute under autocast to the same type.
-        unused_parameters: whether a process may leave out sublayers that another runs, or all may.
+        dtype: in which blocks are gathered under fsdp, and then all their products are; training itself runs under
+            autocast to it, whatever the strategy.
+        unused_parameters: whether a process may leave out sublayers that another runs, or all may; ddp then searches
+            each graph for them, fsdp needs no warning.
 
     Raises:
         UserError: for an unknown strategy, or a torch too old for it.
@@ -84,7 +87,7 @@ def parallelize(
         return Parallel(model, world)
     if strategy == "ddp":
         return _Replicated(model, world, unused_parameters)
-    return _Sharded(model, world, dtype, unused_parameters)
+    return _Sharded(model, world, dtype)
 
 
 class _SummedLoss(nn.Module):
@@ -129,12 +132,12 @@ class _Replicated(Parallel):
 class _Sharded(Parallel):
     """FSDP2: ``fully_shard`` of every block and of the rest, replicas of what is too small or too fine to shard."""
 
-    def __init__(self, model: Decoder, world: World, dtype: torch.dtype, unused_parameters: bool):
+    def __init__(self, model: Decoder, world: World, dtype: torch.dtype):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        if unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise UserError("sublayers that some processes skip need torch 2.13 or newer with strategy fsdp; use ddp")
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise UserError(f"strategy fsdp needs torch 2.13 or newer, and this is {torch.__version__}; use ddp")
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, 0)
         self._replicas = _unsharded_parameters(model)
@@ -151,9 +154,9 @@ class _Sharded(Parallel):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # without it, a factor is nccl's alone
-        if unused_parameters:
-            model.set_reduce_scatter_unused_params(True)  # pyright: ignore[reportCallIssue]
-        _gather_for(model, "summed_loss", "score", "trunk")
+                # A sublayer that one process skips must not keep the others waiting; costs nothing where none does.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+        _gather_for(model, dtype, "forward", "summed_loss", "score", "trunk")
         super().__init__(model, world)
 
     def reduce_gradients(self) -> None:
@@ -171,7 +174,7 @@ class _Sharded(Parallel):
         sizes = [part.numel() for part in parts]
         *sums, counts = flat.split([*sizes, len(parts)])
         # Reading the counts waits for the device, so only a process that lacks a gradient looks at them.
-        anywhere = counts.tolist() if None in grads else [1.0] * len(parts)
+        anywhere = counts.tolist() if any(grad is None for grad in grads) else [1.0] * len(parts)
         for parameter, total, count in zip(self._replicas, sums, anywhere, strict=True):
             parameter.grad = total.view_as(parameter) if count else None
 
@@ -195,13 +198,15 @@ def _unsharded_parameters(model: Decoder) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.dim() < 2 or id(parameter) in fine]
 
 
-def _gather_for(model: Decoder, *methods: str) -> None:
+def _gather_for(model: Decoder, dtype: torch.dtype, *methods: str) -> None:
     """Lets FSDP gather parameters around methods that are called instead of ``forward``.
 
     One that another of them calls runs as it is: it would give the parameters away before the outer one is done.
+    Where blocks are gathered in 16 bit, all run under autocast, which makes their inputs fit.
     """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
+    device_type = next(model.parameters()).device.type
     running: list[str] = []
 
     def outermost(name: str, plain: Callable, gathering: Callable) -> Callable:
@@ -210,7 +215,8 @@ def _gather_for(model: Decoder, *methods: str) -> None:
                 return plain(*args, **kwargs)
             running.append(name)
             try:
-                return gathering(*args, **kwargs)
+                with autocast(torch.device(device_type), dtype):
+                    return gathering(*args, **kwargs)
             finally:
                 running.pop()
 
@@ -218,7 +224,8 @@ def _gather_for(model: Decoder, *methods: str) -> None:
 
     for name in methods:
         plain = getattr(model, name)
-        register_fsdp_forward_method(model, name)
+        if name != "forward":  # whose hooks are there
+            register_fsdp_forward_method(model, name)
         setattr(model, name, outermost(name, plain, getattr(model, name)))
 
 
