@@ -194,7 +194,8 @@ def test_killed_twenty_times_at_random_nothing_is_lost(config, tmp_path):
     config = config.replace(steps=120, checkpoint_interval=3, log_interval=1, eval_interval=0)
     whole = _open(config, tmp_path / "whole")
     whole.train()
-    out, context, draw = tmp_path / "killed", multiprocessing.get_context("spawn"), random.Random(0)
+    out, context, draw = tmp_path / "killed", multiprocessing.get_context("forkserver"), random.Random(0)
+    context.set_forkserver_preload(["nagnet.training.run"])  # torch is imported once, not twenty times
     kills = 0
     for _ in range(200):
         resume = _open(config, out).checkpoints.latest() is not None
