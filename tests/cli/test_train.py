@@ -167,6 +167,7 @@ def test_preflight_stops_at_what_is_not_finite(tiny_recipe, capsys):
     assert run(["preflight", "test-tiny", *changes, *arguments]) == 1
     printed = capsys.readouterr().out
     assert "preflight: loss is" in printed or "preflight: gradient norm is" in printed
+    assert "--out FOLDER keeps its post-mortem" in printed
 
 
 def _torchrun(n, text, out, *more):

@@ -109,7 +109,8 @@ def _scaled_down(options: Options, config: Any, device: Any, out: Path) -> dict[
     try:
         summary = run_scaled_down(config, options.scaled_steps, device, out, lambda line: say("  " + line))
     except NonFiniteLoss as error:
-        return {"problem": str(error)}
+        problem, _, where = str(error).rpartition("; ")
+        return {"problem": f"{problem}; {where if options.out else '--out FOLDER keeps its post-mortem'}"}
     rows = read_metrics(out)
     say(
         f"  {summary['steps']} steps, loss {rows[0]['loss']:.3f} -> {rows[-1]['loss']:.3f} nats per token, "
