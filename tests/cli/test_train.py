@@ -170,6 +170,20 @@ def test_preflight_stops_at_what_is_not_finite(tiny_recipe, capsys):
     assert "--out FOLDER keeps its post-mortem" in printed
 
 
+def test_preflight_that_is_stopped_says_so(tiny_recipe, capsys, monkeypatch):
+    from nagnet.training.loop import Trainer
+
+    plain = Trainer.step
+
+    def stopped(trainer):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plain(trainer)
+
+    monkeypatch.setattr(Trainer, "step", stopped)
+    assert run(["preflight", "test-tiny", "--steps", "0", "--device", "cpu"]) == 130
+    assert capsys.readouterr().err.strip().endswith("interrupted")
+
+
 def _torchrun(n, text, out, *more):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--standalone"]
     if n == 1:

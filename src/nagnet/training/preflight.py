@@ -191,8 +191,12 @@ def run_scaled_down(
 
     Raises:
         NonFiniteLoss: with a post-mortem in ``out``.
+        KeyboardInterrupt: if a signal stopped it.
     """
     small = scaled_down(config, n_steps).replace(eval_interval=0, checkpoint_interval=0)
     text = open_text(small.data, small.model.vocab_size, small.eval_bytes)
     run = Run("preflight", small, text, out, device, resolve_dtype(small.dtype, device), trackers=(), echo=echo)
-    return run.train()
+    summary = run.train()
+    if run.stopped_by is not None:
+        raise KeyboardInterrupt
+    return summary
