@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -186,7 +187,8 @@ class Checkpoints:
         for replaced in self.folder.glob(".step-*.replaced"):
             path = self.folder / replaced.name.removeprefix(".").removesuffix(".replaced")
             if not path.exists():
-                os.rename(replaced, path)
+                with contextlib.suppress(FileNotFoundError):  # another process of the run was quicker
+                    os.rename(replaced, path)
 
     def _remove_unneeded(self, newest: int) -> None:
         steps = [step for step in self.steps() if step <= newest]

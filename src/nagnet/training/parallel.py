@@ -76,7 +76,8 @@ def parallelize(
         dtype: in which blocks are gathered under fsdp, and then all their products are; training itself runs under
             autocast to it, whatever the strategy.
         unused_parameters: whether a process may leave out sublayers that another runs, or all may; ddp then searches
-            each graph for them, fsdp needs no warning.
+            each graph for them, fsdp needs no warning. A matrix that none has used gets no gradient under ddp, as
+            with one process, and one of zeros under fsdp.
 
     Raises:
         UserError: for an unknown strategy, or a torch too old for it.
