@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nagnet.errors import UserError
+from nagnet.training.distributed import whole_tensor
 
 MATRIX_DIMS = (2, 3)  # one matrix, or a stack of them [n, rows, columns]
 
@@ -74,7 +75,7 @@ class Muon(torch.optim.Muon):
             updates = [grad.lerp(buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)]
         shape = parameters[0].shape
         rows, columns = shape[-2:]
-        stack = torch.cat([_whole(update).reshape(-1, rows, columns) for update in updates])
+        stack = torch.cat([whole_tensor(update).reshape(-1, rows, columns) for update in updates])
         stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         if group["adjust_lr_fn"] == "match_rms_adamw":
             lr = group["lr"] * 0.2 * max(rows, columns) ** 0.5
@@ -83,11 +84,6 @@ class Muon(torch.optim.Muon):
         whole_updates = stack.to(parameters[0].dtype).reshape(-1, *shape)
         for parameter, update in zip(parameters, whole_updates, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(_sharded_like(parameter, update), alpha=-lr)
-
-
-def _whole(tensor: Any) -> Tensor:
-    """The whole of a tensor that may be sharded over processes (all of which must call this)."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _sharded_like(parameter: Any, whole: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Run:
         Raises:
             UserError: if the checkpoint belongs to another run, naming what differs in config or text.
         """
-        path = self.checkpoints.latest()
+        path = on_main(self.world, self.checkpoints.latest)
         if path is None:
             return False
         values = self.checkpoints.load(path, self.trainer.parallel, self.trainer.optimizers)
@@ -227,7 +227,7 @@ class Run:
         return row
 
     def evaluate(self) -> DocumentScores:
-        """Scores the held-out documents in float32 without compilation, shared among the processes."""
+        """Scores the held-out documents without compilation, shared among the processes; in float32 but under fsdp."""
         model, world = self.trainer.model, self.world
         shared = world.size > 1 and self.config.strategy == "ddp" and len(self.text.held_out) >= world.size
         documents = self.text.held_out[world.rank :: world.size] if shared else self.text.held_out
