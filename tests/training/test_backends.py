@@ -16,8 +16,8 @@ from nagnet.training.config import RunConfig
 from nagnet.training.loop import Trainer
 
 MODEL = ModelConfig(d_model=64, n_layers=4, n_heads=2, vocab_size=257, max_seq_len=64, n_directions=4)
-RUN = RunConfig(model=MODEL, flops=1.0, batch_size=4, seq_len=64)
 STEPS = 200
+RUN = RunConfig(model=MODEL, steps=STEPS, batch_size=4, seq_len=64)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,6 @@ def _final_loss(packed, backend, seed):
     ops.set_backend(backend)
     try:
         trainer = Trainer("norm_agnostic", run, MODEL, BatchLoader(packed, 4, 64, seed), torch.device("cpu"))
-        trainer.n_steps = STEPS
         trainer.prepare()
         assert trainer.compiled
         losses = [trainer.step()["loss"] for _ in range(STEPS)]
