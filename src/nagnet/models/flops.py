@@ -72,10 +72,3 @@ def forward_flops_per_token(config: ModelConfig, seq_len: int, convention: Conve
 def training_flops_per_token(config: ModelConfig, seq_len: int, convention: Convention = "causal") -> int:
     """FLOPs of one training step per token: 3 x forward."""
     return TRAINING_FACTOR * forward_flops_per_token(config, seq_len, convention)
-
-
-def steps_for_flops(
-    config: ModelConfig, seq_len: int, tokens_per_step: int, flops: float, convention: Convention = "causal"
-) -> int:
-    """Optimizer steps nearest to a training budget of ``flops``, at least 1."""
-    return max(1, round(flops / (training_flops_per_token(config, seq_len, convention) * tokens_per_step)))
