@@ -7,6 +7,7 @@ ratio of width to blocks, against which the paper reports its results by depth.
 from __future__ import annotations
 
 from nagnet.models.config import ModelConfig
+from nagnet.recipes.standard_library import on_standard_library
 from nagnet.training.config import RunConfig
 
 
@@ -20,16 +21,7 @@ def _rung(d_model: int, n_layers: int, n_heads: int) -> RunConfig:
         n_directions=max(4, round(d_model / 20)),
         init_encode_gain=8.0,
     )
-    return RunConfig(
-        model=model,
-        flops=4e12,
-        batch_size=4,
-        seq_len=256,
-        eval_bytes=400_000,
-        health_interval=20,
-        eval_interval=100,
-        checkpoint_interval=100,
-    )
+    return on_standard_library(model, 4e12)
 
 
 def ladder_40() -> RunConfig:
