@@ -170,6 +170,17 @@ def test_preflight_stops_at_what_is_not_finite(tiny_recipe, capsys):
     assert "--out FOLDER keeps its post-mortem" in printed
 
 
+def test_preflight_says_what_does_not_fit(tiny_recipe, capsys, monkeypatch):
+    from nagnet.training.loop import Trainer
+
+    def full(trainer):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(Trainer, "step", full)
+    assert run(["preflight", "test-tiny", "--scaled-steps", "0", "--device", "cpu"]) == 1
+    assert "does not fit (CUDA out of memory); lower device_batch_size" in capsys.readouterr().out
+
+
 def test_preflight_that_is_stopped_says_so(tiny_recipe, capsys, monkeypatch):
     from nagnet.training.loop import Trainer
 

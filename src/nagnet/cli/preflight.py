@@ -77,6 +77,8 @@ def main(options: Options) -> int:
 
 
 def _true_shape(options: Options, config: Any, device: Any) -> dict[str, Any]:
+    import torch
+
     from nagnet.training.budget import format_mfu, mfu, resolve_budget
     from nagnet.training.compute import device_name
     from nagnet.training.loop import NonFiniteLoss
@@ -89,6 +91,9 @@ def _true_shape(options: Options, config: Any, device: Any) -> dict[str, Any]:
         report = measure_true_shape(config, device, options.steps, options.dollars_per_hour)
     except NonFiniteLoss as error:
         return {"problem": str(error)}
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        return {"problem": f"a pass does not fit ({reason}); lower device_batch_size, or set activation_checkpointing"}
     share = mfu(report.flops_per_second, device_name(device), report.dtype, options.peak_flops)
     measured = "" if report.sequences == report.device_batch else f" (extrapolated from {report.sequences} sequences)"
     say(f"  pass of {report.device_batch} sequences{measured}: peak memory {report.peak_memory_bytes / 2**30:.2f} GiB")

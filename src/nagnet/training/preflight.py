@@ -73,7 +73,8 @@ def measure_true_shape(
     n_parts = config.accumulation_steps()
     device_batch = config.batch_size // n_parts
     largest = min(device_batch, CPU_SEQUENCES) if device.type == "cpu" else device_batch
-    small, large = (_measure(config, device, dtype, size, n_steps) for size in (max(1, largest // 2), largest))
+    large = _measure(config, device, dtype, largest, n_steps)
+    small = large if largest == 1 else _measure(config, device, dtype, largest // 2, n_steps)
 
     # Memory grows along a straight line; time is taken as proportional, which a larger pass can only better.
     more = device_batch - large.sequences

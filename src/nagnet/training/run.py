@@ -181,7 +181,7 @@ class Run:
                     writer.flush()
                     self.save(row.get("bits_per_byte"))
                 self._show(progress, row, start, first)
-                if stop:
+                if stop and not trainer.finished:
                     self.stopped_by = received[0] if received else signal.SIGTERM
                     break
         summary = self.summary()
