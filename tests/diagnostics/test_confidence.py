@@ -1,3 +1,4 @@
+import json
 import math
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nagnet.diagnostics.confidence import collect_confidence, confidence, confidence_deciles
+from nagnet.diagnostics.confidence import ConfidenceSummary, collect_confidence, confidence, confidence_deciles
 from nagnet.errors import UserError
 
 
@@ -30,6 +31,16 @@ def test_entropy_of_a_certain_and_of_a_blank_model(build_model, tokens):
     certain = build_model(init_encode_gain=1e6)  # probabilities of all other tokens underflow to 0
     measured = confidence(certain, tokens)
     assert (measured.entropy == 0).all() and (measured.max_probability == 1).all()
+
+
+def test_a_summary_survives_json_with_what_is_not_a_number(build_model, tokens):
+    model = build_model("post_norm")  # its norm is the same everywhere, so it ranks nothing
+    summary = collect_confidence(model, [(tokens[:1, :4], tokens[:1, :4])])
+    again = ConfidenceSummary.from_dict(json.loads(json.dumps(summary.to_dict(), allow_nan=False)))
+    np.testing.assert_equal(again.to_dict(), summary.to_dict())
+    assert np.isnan(again.scale.deciles.loss).sum() == 6
+    assert again.scale.deciles.n_tokens.tolist() == [1] * 4 + [0] * 6
+    np.testing.assert_array_equal(again.negative_entropy.deciles.loss, summary.negative_entropy.deciles.loss)
 
 
 def test_deciles_sort_by_the_signal():

@@ -38,6 +38,24 @@ def visible(axes, color: str) -> list[np.ndarray]:
     return [line.get_xydata() for line in axes.get_lines() if line.get_color() == color]
 
 
+def differences() -> list[dict]:
+    row = {"arm_a": "norm_agnostic", "arm_b": "pre_norm", "bits_per_byte": -0.1, "low": -0.15, "high": -0.05}
+    lost = {"arm_a": "lost", "arm_b": "pre_norm", "bits_per_byte": None, "low": None, "high": None}
+    return [row | {"by_seed": [-0.08, -0.1, -0.12]}, lost | {"by_seed": [0.1, None]}]
+
+
+def test_differences_show_seeds_means_and_intervals():
+    fig = figures.difference_figure(differences())
+    (axes,) = fig.axes
+    color = arm_styles(ARMS)["norm_agnostic"]["color"]
+    drawn = sorted(len(line) for line in visible(axes, color))
+    assert drawn == [1, 2, 3], "the mean, the ends of the interval, the seeds"
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["norm-agnostic", "lost (diverged)"]
+    assert "minus pre-norm" in axes.get_xlabel() and len(figures.DIFFERENCE_CAPTION) > 80
+    with pytest.raises(UserError, match="no differences"):
+        figures.difference_figure([])
+
+
 def draw_all(measured) -> dict[str, Figure]:
     return {
         "loss": figures.loss_figure(measured["metrics"]),

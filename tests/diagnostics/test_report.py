@@ -43,7 +43,7 @@ def make_summary(**changes):
 
     return {
         "recipe": "stdlib-tiny",
-        "corpus": {"source": "standard library", "hash": "sha256:abc", "documents": 812, "bytes": 14_200_311},
+        "corpus": {"source": "standard library", "hash": "sha256:abc", "documents": 812, "tokens": 4_200_311},
         "budget": {"flops": 1.17e13, "convention": "causal"},
         "arms": {
             "norm_agnostic": arm("norm_agnostic", median_step_seconds=0.25),
@@ -118,6 +118,24 @@ def test_report_holds_the_results(tmp_path):
     assert differing == ["model.residual"]
     assert "interrupted" not in page.text
     assert "run.model" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (-0.02, -0.01, "Norm-agnostic needs fewer bits per byte than pre-norm."),
+        (-0.02, 0.01, "No difference between norm-agnostic and pre-norm seen at 3 seeds."),
+        (None, None, "an arm diverged"),
+    ],
+)
+def test_differences_over_seeds_say_so(tmp_path, low, high, words):
+    row = make_difference(low=low, high=high, basis="seeds", n_seeds=3, by_seed=[-0.01, None, 0.02])
+    summary = make_summary(differences=[row], seeds=[0, 1, 2])
+    summary["arms"]["pre_norm"]["run"] = {"batch_size": 8}
+    html, page = render(tmp_path, summary)
+    assert words in page.text and "Student's t over 3 seeds: −0.0100, –, +0.0200" in page.text
+    assert ONE_SEED not in page.text and "Seeds 0, 1, 2" in page.text
+    assert "run.batch_size 16 8" in page.text
 
 
 def test_nothing_outside_the_file_is_asked_for(tmp_path):

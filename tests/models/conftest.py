@@ -5,12 +5,28 @@ import torch
 
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
-from nagnet.nn.residual import RESIDUAL_STREAMS
+from nagnet.nn.readout import ReadoutConfig
+from nagnet.nn.residual import COMPONENTS, RESIDUAL_STREAMS
+
+VARIANTS = {f"without-{name}": {"without": (name,)} for name in COMPONENTS} | {
+    "without-all": {"without": tuple(COMPONENTS)},
+    "one-direction": {"n_directions": 1},
+    "tapered": {"mlp_taper": 0.5},
+    "channel-scales": {"channel_scales": True},
+    "per-entry": {"readout": ReadoutConfig("free", "per_entry")},
+    "learned-log-norm": {"readout": ReadoutConfig("unit", "learned_log_norm")},
+}
 
 
 @pytest.fixture(params=RESIDUAL_STREAMS)
 def residual(request):
     """The name of each residual rule."""
+    return request.param
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def variant(request):
+    """Fields that change a norm-agnostic model: ablations and options."""
     return request.param
 
 

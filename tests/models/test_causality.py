@@ -22,6 +22,15 @@ def test_prefix(small, residual, randomised, generator, windows, training, n_kv_
             assert not torch.equal(new[:, prefix], logits[:, prefix]), prefix
 
 
+def test_prefix_of_variants(small, variant, randomised, generator):
+    model = randomised(small(**variant))
+    tokens = torch.randint(32, (1, 16), generator=generator)
+    changed = tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 32
+    logits, new = model(tokens), model(changed)
+    assert torch.equal(new[:, :5], logits[:, :5]) and not torch.equal(new[:, 5], logits[:, 5])
+
+
 def test_prefix_has_no_gradient_from_the_future(small, residual, randomised, generator):
     model = randomised(small(residual, sliding_windows=(4, 0)))
     embedded = []

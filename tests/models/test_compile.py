@@ -57,6 +57,29 @@ def test_compiled_blocks_compute_the_same(small, residual, randomised, tokens, t
     assert list(model.state_dict()) == names
 
 
+def test_compiled_variants_compute_the_same(small, variant, randomised, tokens, targets):
+    model = randomised(small(**variant))
+    expected = model.loss(tokens, targets)
+    expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
+    model.compile_blocks()
+    loss = model.loss(tokens, targets)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected_gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_variants_add_no_graph_with_depth(small, variant):
+    if "mlp_taper" in variant:
+        pytest.skip("blocks of another width are another graph")
+    assert graphs(small(n_layers=6, **variant)) <= 2
+
+
+def test_more_widths_than_torch_compiles_by_default(small):
+    config = small("pre_norm", n_layers=10, mlp_taper=0.75, d_ff=128)
+    assert len(set(config.mlp_widths)) == 10  # torch's limit is 8
+    assert graphs(config) <= 1 + len(set(config.mlp_widths))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_norm_agnostic_blocks_keep_as_little_for_backward_as_pre_norm(dtype):
     kept = {}

@@ -10,7 +10,7 @@ import torch
 from nagnet.errors import UserError
 from nagnet.models.decoder import Decoder
 from nagnet.nn.readout import ReadoutConfig
-from nagnet.nn.residual import NormAgnosticState
+from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticState
 
 
 def finite(gradients):
@@ -245,7 +245,7 @@ def test_a_tied_head_gets_both_constraints(small, randomised):
 # Training
 
 
-@pytest.mark.parametrize("name", ["norm_agnostic", "pre_norm", "post_norm"])
+@pytest.mark.parametrize("name", [name for name, stream in RESIDUAL_STREAMS.items() if stream.zero_init_projections])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD], ids=lambda cls: cls.__name__)
 def test_zero_projections_leave_zero_within_two_steps(small, name, optimizer_class, tokens, targets):
     model = Decoder(small(name), seed=0)
@@ -292,6 +292,57 @@ def test_every_parameter_of_the_model_has_a_gradient(small, residual, randomised
     model.loss(tokens, targets).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_every_parameter_of_variants_has_a_gradient(small, variant, randomised, tokens, targets):
+    model = randomised(small(**variant))
+    model.loss(tokens, targets).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_what_an_ablation_takes_away_is_no_parameter(small):
+    def parts(**changes):
+        return {name.split(".", 2)[-1] for name, _ in Decoder(small(**changes)).stream.named_parameters()}
+
+    whole = parts()
+    assert whole - parts(without=("modulator",)) == {part for part in whole if part.startswith("modulator.")}
+    assert whole - parts(without=("beta",)) == {"modulator.raw_beta"}
+    assert whole - parts(n_directions=1) == {"modulator.mixture"}
+    assert whole == parts(without=("output_norm", "orthogonal", "centring"))
+
+
+def test_without_centring_nothing_is_centred(small, randomised, tokens):
+    whole, ablated = (randomised(small(without=without)) for without in ((), ("centring",)))
+    assert whole.trunk(tokens).direction.mean(-1).abs().max() < 1e-6
+    assert ablated.trunk(tokens).direction.mean(-1).abs().min() > 1e-3
+
+
+def test_ngpt_is_constrained_from_the_start_and_after_every_step(small, tokens, targets):
+    model = Decoder(small("ngpt"), seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def lengths():
+        for block in model.blocks:
+            for reads in (block.attention.q_proj, block.attention.v_proj, block.mlp.up_proj):
+                yield reads.weight.norm(dim=1)
+            for writes in (block.attention.out_proj, block.mlp.out_proj):
+                yield writes.weight.norm(dim=0)
+        yield model.embedding.weight.square().mean(-1)
+        yield model.readout.weight.square().mean(-1)
+
+    for _ in range(2):
+        for length in lengths():
+            torch.testing.assert_close(length, torch.ones_like(length))
+        model.loss(tokens, targets).backward()
+        optimizer.step()
+        model.constrain_()
+
+
+def test_tapered_blocks_have_their_widths(small):
+    model = Decoder(small(n_layers=3, mlp_taper=0.5))
+    assert [block.mlp.up_proj.out_features for block in model.blocks] == [96, 64, 32]
+    assert [block.mlp.out_proj.in_features for block in model.blocks] == [96, 64, 32]
 
 
 def test_injection_reaches_the_gains(small, randomised, tokens):
@@ -342,6 +393,27 @@ def test_narrow_models(small, residual, tokens, targets, d_model):
     model = Decoder(small(residual, d_model=d_model, head_dim=2))
     model.loss(tokens, targets).backward()
     assert finite(all_gradients(model))
+
+
+@pytest.mark.parametrize("route", ["cast", "autocast"])
+def test_bfloat16_variants_train(small, variant, randomised, tokens, targets, route):
+    model = randomised(small(**variant))
+    exact = model.loss(tokens, targets)
+    if route == "cast":
+        model.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=route == "autocast"):
+        loss = model.loss(tokens, targets)
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), abs=0.1) and finite(all_gradients(model))
+    narrow = {name for name, p in model.named_parameters() if p.dtype != torch.float32}
+    assert all("proj.weight" in name for name in narrow) and bool(narrow) == (route == "cast")
+
+
+def test_variants_round_trip_through_their_state(small, variant, randomised, tokens):
+    model = randomised(small(**variant))
+    other = Decoder(model.config, seed=9)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(tokens), model(tokens))
 
 
 def test_state_dict_round_trip(small, residual, randomised, tokens):

@@ -47,6 +47,33 @@ def test_counts_are_those_of_the_model(small, residual, tie_embeddings):
     assert counts["total"] == sum(value for name, value in counts.items() if name != "total")
 
 
+def test_counts_of_variants_are_those_of_the_model(small, variant):
+    config = small(**variant)
+    counts = parameter_counts(config)
+    assert counts["total"] == sum(parameter.numel() for parameter in Decoder(config).parameters())
+
+
+@pytest.mark.parametrize("mlp", ["relu_squared", "swiglu"])
+def test_a_taper_costs_nothing(small, mlp):
+    even, tapered = (small("pre_norm", n_layers=5, mlp=mlp, mlp_taper=taper) for taper in (0.0, 0.5))
+    assert parameter_counts(tapered) == parameter_counts(even)
+    assert forward_flops_per_token(tapered, 8) == forward_flops_per_token(even, 8)
+
+
+def test_ablations_save_what_they_take_away(small):
+    whole = parameter_counts(small())
+    assert whole["residual"] - parameter_counts(small(without=("beta",)))["residual"] == 4
+    without_modulator = parameter_counts(small(without=("modulator",)))
+    assert without_modulator["residual"] == 4 + 1  # alpha of each update, and G_encode
+
+
+def test_ngpt_parameters(small):
+    twin, ngpt = parameter_counts(small("pre_norm")), parameter_counts(small("ngpt"))
+    assert ngpt["residual"] == 4 * 16
+    assert ngpt["blocks"] - twin["blocks"] == 2 * (16 + 64)  # queries and keys; hidden channels
+    assert ngpt["readout"] - twin["readout"] == 32
+
+
 def test_counted_are_the_parameters_of_products():
     assert counted_parameters(TWIN) == 356_515_840 - 32_768 * 640
     assert counted_parameters(TWIN.replace(tie_embeddings=True)) == counted_parameters(TWIN)

@@ -7,6 +7,7 @@ import torch
 
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.nn.residual import RESIDUAL_STREAMS
 
 
 def drawn(config: ModelConfig, seed: int = 3) -> dict[str, torch.Tensor]:
@@ -19,17 +20,38 @@ def drawn(config: ModelConfig, seed: int = 3) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
 def test_arms_share_every_common_parameter_to_the_bit(small, residual, tie_embeddings):
     reference, arm = (drawn(small(name, tie_embeddings=tie_embeddings)) for name in ("norm_agnostic", residual))
-    own = {name for name in arm if residual == "none" and "out_proj" in name}  # see zero_init_projections
+    zero = RESIDUAL_STREAMS[residual].zero_init_projections
+    own = set() if zero else {name for name in arm if "out_proj" in name}
     common = set(reference) & set(arm) - own
     assert common >= {name for name in reference if not name.startswith("stream.")} - own
     for name in common:
         assert torch.equal(reference[name], arm[name]), name
 
 
-def test_a_rule_that_cannot_start_from_zero_draws_its_projections(small):
-    for name, parameter in drawn(small("none")).items():
+@pytest.mark.parametrize("rule", ["none", "sandwich", "ngpt"])
+def test_a_rule_that_cannot_start_from_zero_draws_its_projections(small, rule):
+    for name, parameter in drawn(small(rule)).items():
         if "out_proj" in name:
             assert parameter.std().item() == pytest.approx(parameter.shape[1] ** -0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("rule", ["norm_agnostic", "pre_norm"])
+def test_projections_start_as_the_config_says(small, rule):
+    uniform, orthogonal = (drawn(small(rule, projection_init=how)) for how in ("uniform", "orthogonal"))
+    for name in uniform:
+        if "out_proj" not in name:
+            assert torch.equal(uniform[name], orthogonal[name]), name
+            continue
+        fan_in = uniform[name].shape[1]
+        assert uniform[name].abs().max() <= math.sqrt(3.0 / fan_in)
+        assert uniform[name].std().item() == pytest.approx(fan_in**-0.5, rel=0.15)
+        rows = orthogonal[name]
+        torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), rtol=0, atol=1e-5)
+
+
+def test_arms_share_projections_that_are_drawn(small):
+    arms = [drawn(small(rule, projection_init="uniform")) for rule in ("pre_norm", "sandwich")]
+    assert all(torch.equal(arms[0][name], arms[1][name]) for name in arms[0])
 
 
 def test_output_projections_start_at_zero(small):
@@ -78,12 +100,20 @@ def test_a_seed_leaves_the_draws_of_initialize_to_it(small):
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("readout_scale", ["log_norm", "learned"])
+@pytest.mark.parametrize("readout_scale", ["log_norm", "learned", "per_entry"])
 def test_meta_device_then_memory_then_values(small, residual, readout_scale):
     """Storage that held anything becomes the same model, buffers and all."""
     from nagnet.nn.readout import ReadoutConfig
 
     config = small(residual, sliding_windows=(3, 0), init_encode_gain=2.0, readout=ReadoutConfig(scale=readout_scale))
+    assert_meta_becomes_the_same(config)
+
+
+def test_meta_device_of_variants(small, variant):
+    assert_meta_becomes_the_same(small(**variant))
+
+
+def assert_meta_becomes_the_same(config):
     with torch.device("meta"):
         model = Decoder(config, seed=1)
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -2,12 +2,10 @@
 
 import pytest
 
-from nagnet.nn.residual import NoResidual, NormAgnosticResidual, PostNormResidual, PreNormResidual
-
-RULES = [NoResidual, PostNormResidual, PreNormResidual, NormAgnosticResidual]
+from nagnet.nn.residual import RESIDUAL_STREAMS
 
 
-@pytest.fixture(params=RULES, ids=lambda rule: rule.__name__)
+@pytest.fixture(params=RESIDUAL_STREAMS.values(), ids=RESIDUAL_STREAMS)
 def rule_class(request):
     """Each residual rule."""
-    return request.param
+    return request.param.update_class

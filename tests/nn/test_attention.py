@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nagnet.nn.attention import Attention, causal_attention
-from nagnet.nn.rotary import RotaryTable
+from nagnet.nn.rotary import RotaryTable, apply_rotary
 
 
 def naive_attention(q, k, v, window=0, key_mask=None):
@@ -122,6 +122,29 @@ def test_module_by_hand(module_and_tables, generator):
     mixed = naive_attention(turned(module.q_proj), turned(module.k_proj), v)
     expected = module.out_proj(mixed.float().transpose(1, 2).reshape(2, 9, 24))
     torch.testing.assert_close(module(x, cos, sin), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_channel_scales(module_and_tables, generator):
+    """One learned factor per channel of a key head and of the queries of its group; it starts at the gain."""
+    plain, (cos, sin) = module_and_tables
+    scaled = Attention(12, n_heads=4, n_kv_heads=2, head_dim=6, qk_gain=1.2, channel_scales=True)
+    scaled.load_state_dict(plain.state_dict(), strict=False)
+    torch.testing.assert_close(scaled.qk_scale.weight, torch.full((12,), 12**-0.5))
+    x = torch.randn(2, 9, 12, generator=generator)
+    torch.testing.assert_close(scaled(x, cos, sin), plain(x, cos, sin))
+    factor = torch.rand(2, 6, generator=generator)
+    scaled.qk_scale.weight.data = (factor.flatten() / 1.2) * 12**-0.5
+
+    def normalised(projection):
+        heads = apply_rotary(projection(x).unflatten(-1, (-1, 6)), cos, sin)
+        return heads / heads.square().mean(-1, keepdim=True).sqrt()
+
+    q = normalised(plain.q_proj) * factor[[0, 0, 1, 1]]
+    k = normalised(plain.k_proj) * factor
+    v = plain.v_proj(x).unflatten(-1, (-1, 6))
+    mixed = naive_attention(*(part.transpose(1, 2) for part in (q, k, v))).float()
+    expected = plain.out_proj(mixed.transpose(1, 2).flatten(-2))
+    torch.testing.assert_close(scaled(x, cos, sin), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_module_ignores_the_scale_of_queries_and_keys(module_and_tables, generator):

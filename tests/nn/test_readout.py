@@ -8,7 +8,8 @@ import torch
 from nagnet.errors import UserError
 from nagnet.nn.readout import Readout, ReadoutConfig
 
-ROWS, SCALES, CAPS = ("free", "unit"), ("log_norm", "learned", "none"), (None, 15.0)
+ROWS, CAPS = ("free", "unit"), (None, 15.0)
+SCALES = ("log_norm", "learned", "learned_log_norm", "per_entry", "none")
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -23,25 +24,53 @@ def test_every_combination_with_every_rule(rule_class, generator, rows, scale, s
     logits = torch.nn.functional.cosine_similarity(direction[..., None, :], readout.weight, dim=-1)
     if rows == "free":
         logits = logits * direction.norm(dim=-1, keepdim=True) * readout.weight.norm(dim=-1)
-    factor = {"log_norm": x.square().mean(-1, keepdim=True).sqrt(), "learned": math.exp(0.7), "none": 1.0}[scale]
-    logits = logits * factor
+    rms, entries = x.square().mean(-1, keepdim=True).sqrt(), torch.tensor([1.0, 2.0, 0.5, 3.0, -1.0])
+    if readout.entry_scale is not None:
+        readout.entry_scale.weight.data.copy_(entries / math.sqrt(8))  # the parameter is stored at 1/sqrt(d)
+    factors = {"log_norm": rms, "learned": math.exp(0.7), "learned_log_norm": rms * math.exp(0.7), "none": 1.0}
+    logits = logits * (entries if scale == "per_entry" else factors[scale])
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     torch.testing.assert_close(readout(direction, log_norm), logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_the_scale_is_not_erased(generator, rows):
+@pytest.mark.parametrize("scale", ["log_norm", "learned_log_norm"])
+def test_the_scale_is_not_erased(generator, rows, scale):
     direction, log_norm = torch.randn(2, 8, generator=generator), torch.randn(2, generator=generator)
-    readout = Readout(8, 5, ReadoutConfig(rows, "log_norm"))
+    readout = Readout(8, 5, ReadoutConfig(rows, scale))
+    assert readout.config.uses_log_norm
     torch.testing.assert_close(readout(direction, log_norm + 1.0), math.e * readout(direction, log_norm))
 
 
-@pytest.mark.parametrize("scale", ["learned", "none"])
+@pytest.mark.parametrize("scale", ["learned", "per_entry", "none"])
 def test_other_scales_ignore_the_log_norm(generator, scale):
     direction, log_norm = torch.randn(2, 8, generator=generator), torch.randn(2, generator=generator)
     readout = Readout(8, 5, ReadoutConfig("unit", scale))
+    assert not readout.config.uses_log_norm
     assert torch.equal(readout(direction, log_norm + 1.0), readout(direction, log_norm))
+
+
+@pytest.mark.parametrize("scale", ["learned", "learned_log_norm", "per_entry"])
+def test_a_trained_scale_starts_where_the_config_says(generator, scale):
+    direction, log_norm = torch.randn(2, 8, generator=generator), torch.zeros(2)
+    readout = Readout(8, 5, ReadoutConfig("unit", scale, init_scale=3.0))
+    bare = Readout(8, 5, ReadoutConfig("unit", "none"), weight=readout.weight)
+    torch.testing.assert_close(readout(direction, log_norm), 3.0 * bare(direction, log_norm))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_loss_by_chunks_has_the_gradients_of_the_logits(generator, scale):
+    readout = Readout(8, 5, ReadoutConfig("free", scale, init_scale=2.0))
+    direction = torch.randn(6, 8, generator=generator, requires_grad=True)
+    log_norm = torch.randn(6, generator=generator, requires_grad=True)
+    targets = torch.tensor([0, 4, -100, 2, 2, 1])
+    inputs = [direction, *([log_norm] if readout.config.uses_log_norm else []), *readout.parameters()]
+    expected = torch.nn.functional.cross_entropy(readout(direction, log_norm), targets, reduction="sum")
+    total, _ = readout.summed_loss(direction, log_norm, targets)
+    torch.testing.assert_close(total, expected)
+    for a, b in zip(torch.autograd.grad(total, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -119,7 +148,9 @@ def test_softcap_bounds_the_logits():
     ("arguments", "message"),
     [
         ({"rows": "unti"}, "readout rows 'unti': choose free or unit"),
-        ({"scale": "norm"}, "readout scale 'norm': choose log_norm, learned or none"),
+        ({"scale": "norm"}, "readout scale 'norm': choose log_norm, learned, learned_log_norm, per_entry or none"),
+        ({"init_scale": 0.0}, "readout init_scale 0.0: give a positive number"),
+        ({"init_scale": math.inf}, "readout init_scale inf"),
         ({"softcap": 0.0}, "readout softcap 0.0: give a positive number"),
         ({"softcap": -1.0}, "readout softcap -1.0"),
         ({"softcap": math.inf}, "readout softcap inf"),

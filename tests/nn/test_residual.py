@@ -8,14 +8,21 @@ import pytest
 import torch
 
 from nagnet.errors import UserError
+from nagnet.nn.attention import Attention
+from nagnet.nn.mlp import SquaredReLU
 from nagnet.nn.residual import (
+    COMPONENTS,
     RESIDUAL_STREAMS,
+    LayerNormScalingResidual,
+    NGPTResidual,
+    NGPTStream,
     NoResidual,
     NormAgnosticResidual,
     NormAgnosticStream,
     PostNormResidual,
     PreNormResidual,
     ResidualUpdate,
+    SandwichResidual,
     centre_rows_,
     set_injection,
 )
@@ -98,6 +105,39 @@ def test_pre_norm_adds_to_the_stream(x, branch):
 def test_pre_norm_with_zero_branches_is_the_identity(x):
     rule = PreNormResidual(8, update_index=1)
     assert torch.equal(rule.write(rule.begin(x), torch.zeros_like(x)).merge(), x)
+
+
+@pytest.mark.parametrize(("index", "block"), [(1, 1), (2, 1), (3, 2), (8, 4)])
+def test_layernorm_scaling_reads_less_the_deeper(x, branch, index, block):
+    rule = LayerNormScalingResidual(8, update_index=index)
+    torch.testing.assert_close(rms(rule.read(rule.begin(x))), torch.full((2, 5), block**-0.5))
+    assert torch.equal(rule.write(rule.begin(x), branch).merge(), x + branch)
+    assert not list(rule.parameters())
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 1e3])
+def test_sandwich_adds_a_branch_of_unit_rms(x, branch, size):
+    rule = SandwichResidual(8, update_index=5)
+    torch.testing.assert_close(rms(rule.read(rule.begin(x))), torch.ones(2, 5))
+    change = rule.write(rule.begin(x), size * branch).merge() - x
+    torch.testing.assert_close(change, branch / rms(branch).unsqueeze(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_ngpt_by_hand_with_unit_lengths(x, branch):
+    """The paper's formula with N of unit length, on a stream that is sqrt(d) times as long."""
+    rule = NGPTResidual(8, update_index=3)
+    torch.testing.assert_close(rule.step_size(), torch.full((8,), 0.05))
+    torch.testing.assert_close(rule.step_size.weight, torch.full((8,), 8**-0.5))
+    step = torch.linspace(-0.3, 0.9, 8)
+    rule.step_size.weight.data = step / 0.05 * 8**-0.5
+
+    def unit(vector):
+        return vector / vector.norm(dim=-1, keepdim=True)
+
+    state = rule.begin(x)
+    assert torch.equal(rule.read(state), x)
+    moved = unit(unit(x) + step.abs() * (unit(branch) - unit(x)))
+    torch.testing.assert_close(rule.write(state, branch).merge(), math.sqrt(8) * moved)
 
 
 def test_norm_agnostic_reads_the_direction(x):
@@ -256,8 +296,98 @@ def test_centre_rows(generator, dtype):
 
 
 @pytest.mark.parametrize("name", RESIDUAL_STREAMS)
-def test_only_the_norm_agnostic_stream_centres_the_embedding(name, generator):
+def test_only_streams_that_want_other_embedding_rows_change_them(name, generator):
     weight = torch.randn(6, 8, generator=generator) + 3
     before = weight.clone()
     RESIDUAL_STREAMS[name](8, 2).constrain_(weight)
-    assert torch.equal(weight, before) == (name != "norm_agnostic")
+    assert torch.equal(weight, before) == (name not in ("norm_agnostic", "ngpt"))
+
+
+def test_ngpt_constrains_rows_that_read_and_columns_that_write(generator):
+    attention = Attention(8, n_heads=2, n_kv_heads=1, head_dim=4, qk_gain=1.0, channel_scales=True)
+    mlp, embedding = SquaredReLU(8, 12), torch.randn(6, 8, generator=generator)
+    embedding[2] = 0.0
+    scale = attention.qk_scale.weight.detach().clone()
+    NGPTStream(8, 2).constrain_(embedding, [attention, mlp])
+    for reads in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.up_proj):
+        torch.testing.assert_close(reads.weight.norm(dim=1), torch.ones(reads.out_features))
+    for writes in (attention.out_proj, mlp.out_proj):
+        torch.testing.assert_close(writes.weight.norm(dim=0), torch.ones(writes.in_features))
+    torch.testing.assert_close(rms(embedding), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0]))
+    assert torch.equal(attention.qk_scale.weight, scale)
+
+
+# Ablations of the norm-agnostic rule
+
+
+def ablated(component, index=4, **options):
+    return NormAgnosticResidual(8, index, n_directions=3, without=(component,), **options)
+
+
+def test_every_component_can_be_left_out_alone_and_with_all_others(x, branch):
+    for without in [*((name,) for name in COMPONENTS), tuple(COMPONENTS)]:
+        rule = NormAgnosticResidual(8, 2, n_directions=3, without=without)
+        state = rule.write(rule.begin(x), branch)
+        torch.testing.assert_close(rms(state.direction), torch.ones(2, 5), msg=str(without))
+
+
+def test_without_a_modulator_the_gain_is_half_of_alpha_and_nothing_else_learns(x):
+    rule = ablated("modulator")
+    torch.testing.assert_close(rule.gain(rule.begin(x)), torch.full((2, 5), 0.25))  # alpha = 4^-1/2
+    assert [name for name, _ in rule.named_parameters()] == ["alpha"]
+    rule.set_injection(0.5)
+    torch.testing.assert_close(rule.gain(rule.begin(x)), torch.full((2, 5), 0.125))
+
+
+def test_without_beta_the_modulation_is_the_mean_of_the_gates(x):
+    rule = ablated("beta")
+    assert "modulator.raw_beta" not in dict(rule.named_parameters())
+    with torch.no_grad():
+        for parameter in rule.modulator.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    state = rule.begin(x)
+    gates = torch.sigmoid(state.direction @ rule.modulator.weight.T + rule.modulator.bias)
+    mean = (gates * rule.modulator.mixture.softmax(0)).sum(-1)
+    torch.testing.assert_close(rule.gain(state), 0.5 * mean)
+
+
+def test_the_mixture_of_one_direction_does_not_learn():
+    names = {name for name, _ in NormAgnosticResidual(8, 1, n_directions=1).modulator.named_parameters()}
+    assert names == {"weight", "bias", "raw_beta"}
+
+
+@pytest.mark.parametrize("component", ["output_norm", "orthogonal", "centring"])
+def test_ablations_of_the_update_start_from_the_same_gain(x, component):
+    rule, whole = ablated(component), NormAgnosticResidual(8, 4, n_directions=3)
+    rule.load_state_dict(whole.state_dict())
+    assert torch.equal(rule.gain(rule.begin(x)), whole.gain(whole.begin(x)))
+
+
+def test_without_the_output_norm_the_angle_is_the_branchs(x, branch):
+    rule, gain = ablated("output_norm"), torch.full((2, 5), 0.25)
+    state = rule.begin(x)
+    small, large = (reference.angle(rule.write(state, c * branch, gain)[0], state[0]) for c in (1.0, 2.0))
+    torch.testing.assert_close(large.tan(), 2 * small.tan())
+
+
+def test_without_orthogonalisation_a_branch_along_the_stream_changes_its_norm_alone(x):
+    rule, gain = ablated("orthogonal", branch_eps=0.0), torch.full((2, 5), 0.25)
+    state = rule.begin(x - x.mean(-1, keepdim=True))
+    for sign in (1.0, -1.0):
+        written = rule.write(state, sign * 3.0 * state.direction, gain)
+        torch.testing.assert_close(written.direction, state.direction)
+        torch.testing.assert_close(written.log_norm - state.log_norm, torch.full((2, 5), math.log(1 + sign * 0.25)))
+
+
+def test_without_centring_means_stay(x, branch, generator):
+    rule, embedding = ablated("centring"), torch.randn(6, 8, generator=generator) + 3
+    state = rule.begin(x - x.mean(-1, keepdim=True))
+    assert rule.write(state, branch + 5.0).direction.mean(-1).abs().min() > 0.01
+    before = embedding.clone()
+    NormAgnosticStream(8, 2, without=("centring",)).constrain_(embedding)
+    assert torch.equal(embedding, before)
+
+
+def test_an_unknown_component_is_named():
+    with pytest.raises(UserError, match="component 'gate': choose among output_norm, orthogonal, modulator"):
+        ablated("gate")

@@ -8,32 +8,51 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PIPED_WIDTH = 110  # characters, where the output is not a terminal
+from nagnet.training.comparison_summary import (
+    describe_difference,
+    format_alarms,
+    format_auroc,
+    format_dead,
+    format_number,
+)
+
+PIPED_WIDTH = 140  # characters, where the output is not a terminal
 
 
 def print_table(summary: dict[str, Any]) -> None:
-    """Prints one row per arm, and the paired differences, from the content of summary.json."""
+    """Prints one row per arm, the paired differences, confidence and gates, from the content of summary.json."""
     arms = summary["arms"]
-    table = Table(title=f"{summary['recipe']}, held-out text", title_justify="left")
+    seeds = len(summary["seeds"])
+    title = f"{summary['recipe']}, held-out text" + (f", mean of {seeds} seeds" if seeds > 1 else "")
+    table = Table(title=title, title_justify="left")
     columns = ("arm", "bits per byte", "tokens", "training FLOPs", "parameters", "step time", "peak memory")
     for column in columns:
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    reference = arms.get("pre_norm") or list(arms.values())[-1]
+        table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
+    reference = arms[summary["baseline"]]["median_step_seconds"]
     for name, arm in arms.items():
-        ratio = arm["median_step_seconds"] / reference["median_step_seconds"]
+        step, score = arm["median_step_seconds"], arm["bits_per_byte"]
         table.add_row(
             name,
-            f"{arm['bits_per_byte']:.4f}",
+            "diverged" if score is None else f"{score:.4f}",
             f"{arm['tokens']:,}",
             f"{arm['flops']:.4g}",
             f"{arm['parameters']:,}",
-            f"{arm['median_step_seconds'] * 1000:.0f} ms ({ratio:.2f} x)",
+            f"{step * 1000:.0f} ms ({step / reference:.2f} x)" if step and reference else "-",
             f"{arm['peak_memory_bytes'] / 2**20:,.0f} MiB",
         )
     Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
     for row in summary["differences"]:
-        print(
-            f"{row['arm_a']} - {row['arm_b']}: {row['bits_per_byte']:+.4f} bits per byte, "
-            f"{row['confidence']:.0%} interval {row['low']:+.4f} to {row['high']:+.4f} "
-            f"(one seed; paired bootstrap over {row['n_documents']} held-out documents, not over seeds)"
-        )
+        print(describe_difference(row))
+    for name, arm in arms.items():
+        print(f"{name}: {_inside(arm)}")
+
+
+def _inside(arm: dict[str, Any]) -> str:
+    parts = []
+    confidence, health = arm["confidence"], arm["health"]
+    if confidence is not None:
+        entropy = format_number(confidence["auroc_negative_entropy"])
+        parts.append(f"AUROC of exp(s_N) {format_auroc(confidence)}, of -entropy {entropy}")
+    if health is not None:
+        parts.append(f"dead updates {format_dead(health)}, alarms {format_alarms(health)}")
+    return "; ".join(parts) or "not measured"

@@ -5,7 +5,7 @@ The same as nagnet compare stdlib-tiny: Python's own standard library as text, m
 
 from dataclasses import dataclass
 
-from nagnet.cli.compare import CommonOptions, run
+from nagnet.cli.compare import CommonOptions, demo_plan, run
 
 
 @dataclass
@@ -15,4 +15,4 @@ class Options(CommonOptions):
 
 def main(options: Options) -> int:
     """Runs the demo."""
-    return run(options, "stdlib-tiny", ["norm_agnostic", "pre_norm"])
+    return run(options, demo_plan(options))

@@ -7,7 +7,9 @@ the logits never see. It is measured the same way, as the control.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +92,40 @@ class ConfidenceSummary:
     n_tokens: int
     scale_in_logits: bool
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with None for NaN; `from_dict` takes them back."""
+        return _without_nan(dataclasses.asdict(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ConfidenceSummary:
+        """The summary that `to_dict` was made of."""
+
+        def quality(stored: Mapping[str, Any]) -> SignalQuality:
+            of = stored["deciles"]
+            means = {name: np.array(of[name], dtype=np.float64) for name in ("entropy", "loss", "accuracy")}
+            deciles = ConfidenceDeciles(**means, n_tokens=np.array(of["n_tokens"]))
+            return SignalQuality(deciles, _or_nan(stored["auroc"]), _or_nan(stored["spearman_loss"]))
+
+        return cls(
+            scale=quality(values["scale"]),
+            negative_entropy=quality(values["negative_entropy"]),
+            spearman_scale_entropy=_or_nan(values["spearman_scale_entropy"]),
+            n_tokens=values["n_tokens"],
+            scale_in_logits=values["scale_in_logits"],
+        )
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray):
+        return [_without_nan(part) for part in value.tolist()]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
 
 def confidence(model: Any, tokens: Tensor) -> Confidence:
     """Measures how sure ``model`` is of each next token.
@@ -168,7 +204,7 @@ def collect_confidence(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> 
         negative_entropy=quality(-entropy),
         spearman_scale_entropy=spearman(scale, entropy),
         n_tokens=len(scale),
-        scale_in_logits=model.readout.config.scale == "log_norm",
+        scale_in_logits=model.readout.config.uses_log_norm,
     )
 
 

@@ -166,6 +166,45 @@ def gain_figure(gains: Mapping[str, GainByUpdate | None]) -> Figure:
     return fig
 
 
+DIFFERENCE_CAPTION = (
+    "Held-out bits per byte of each arm minus those of the baseline trained on the same seed; negative is better. "
+    "Small: each seed. Large: their mean, with its 95% interval (Student's t over seeds; with one seed a bootstrap "
+    "over held-out documents, which says nothing of other seeds)."
+)
+
+
+def difference_figure(differences: Sequence[Mapping[str, Any]]) -> Figure:
+    """Paired differences by arm, one row each; see `DIFFERENCE_CAPTION`.
+
+    Args:
+        differences: rows of a summary, with ``arm_a``, ``arm_b``, ``bits_per_byte``, ``low``, ``high`` and ``by_seed``;
+            None for what diverged.
+
+    Raises:
+        UserError: if there are none.
+    """
+    if not differences:
+        raise UserError("there are no differences to draw; a comparison has two arms or more")
+    baseline = differences[0]["arm_b"]
+    looks = style.arm_styles([baseline, *(row["arm_a"] for row in differences)])
+    fig, (axes,) = style.figure(height_px=170 + 60 * len(differences))
+    axes.axvline(0.0, color=style.INK, linewidth=1.2)
+    for place, row in enumerate(differences):
+        color = looks[row["arm_a"]]["color"]
+        seeds = [value for value in row["by_seed"] if value is not None]
+        axes.plot(seeds, [place] * len(seeds), "o", color=color, markersize=4.5, alpha=0.55)
+        if row["low"] is not None:
+            axes.plot([row["low"], row["high"]], [place, place], color=color, linewidth=2.2)
+            axes.plot([row["bits_per_byte"]], [place], "D", color=color, markersize=8)
+    diverged = [" (diverged)" if None in row["by_seed"] else "" for row in differences]
+    labels = [looks[row["arm_a"]]["label"] + note for row, note in zip(differences, diverged, strict=True)]
+    axes.set_yticks(range(len(differences)), labels)
+    axes.set_ylim(len(differences) - 0.5, -0.5)
+    baseline_label = looks[baseline]["label"]
+    style.set_text(axes, "Against the baseline on the same seed", f"bits per byte minus {baseline_label}", "")
+    return fig
+
+
 CONFIDENCE_CAPTION = (
     "Held-out tokens sorted by a confidence signal into ten groups of equal size, and what the model did in each: "
     "mean entropy of its prediction, mean next-token loss, share of top-1 hits. Filled: sorted by exp(s_N), the "

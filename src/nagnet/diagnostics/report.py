@@ -44,7 +44,8 @@ def write_report(
         summary: what summary.json holds: ``recipe``, ``corpus``, ``budget``, ``arms`` (each with ``config``,
             ``parameters``, ``tokens``, ``flops``, ``steps``, ``median_step_seconds`` and ``peak_memory_bytes``, and
             once evaluated ``bits_per_byte`` and ``sample``), ``versions``, ``device``, ``seed``; optionally
-            ``run`` (settings that all arms share), ``differences``, ``git_commit`` and ``interrupted``.
+            ``run`` (settings that all arms share, which an arm's own ``run`` overrides), ``seeds``, ``differences``,
+            ``git_commit`` and ``interrupted``.
         figures: title, caption and SVG or PNG bytes of each, in order.
         samples: text by arm; by default the samples in the summary.
         tables: shown after the figures.
@@ -88,7 +89,6 @@ def _render(
         title=title,
         interrupted=summary.get("interrupted", False),
         verdicts=[_verdict(difference) for difference in summary.get("differences", ())],
-        one_seed=ONE_SEED,
         results=_results(arms),
         figures=[(heading, caption, _data_url(image)) for heading, caption, image in figures],
         tables=tables,
@@ -102,21 +102,29 @@ def _render(
 
 def _verdict(difference: Mapping[str, Any]) -> dict[str, str]:
     """One paired difference in words and numbers."""
-    value, low, high = difference["bits_per_byte"], difference["low"], difference["high"]
+    value, low, high = (difference[name] for name in ("bits_per_byte", "low", "high"))
     first, second = _label(difference["arm_a"]), _label(difference["arm_b"])
-    if not all(map(math.isfinite, (value, low, high))):
+    over_seeds = difference.get("basis") == "seeds"
+    n_seeds = difference.get("n_seeds", 1)
+    if not all(number is not None and math.isfinite(number) for number in (value, low, high)):
         words = "The difference is not a finite number: an arm diverged."
+    elif over_seeds and low <= 0.0 <= high:
+        words = f"No difference between {first} and {second} seen at {n_seeds} seeds."
     elif low <= 0.0 <= high:
         words = f"The held-out documents do not tell {first} and {second} apart."
     else:
         words = f"{first} needs {'fewer' if value < 0 else 'more'} bits per byte than {second}."
+    if over_seeds:
+        basis = f"Student's t over {n_seeds} seeds: {', '.join(map(_signed, difference['by_seed']))}"
+    else:
+        basis = f"paired bootstrap over {difference['n_documents'] or 0:,} documents; {ONE_SEED}"
     return {
         "words": words[0].upper() + words[1:],
         "pair": f"{first} minus {second}",
         "value": _signed(value),
         "interval": f"{_signed(low)} to {_signed(high)}",
         "confidence": f"{100 * difference['confidence']:g}%",
-        "n_documents": f"{difference['n_documents']:,}",
+        "basis": basis,
     }
 
 
@@ -148,7 +156,9 @@ def _settings(arms: Mapping[str, Mapping[str, Any]], run: Mapping[str, Any]) -> 
     A model in ``run`` is left out: it is the one the arms' own were made from.
     """
     shared = {key: value for key, value in run.items() if key != "model"}
-    flat = {name: dict(_flatten({"model": arm["config"], "run": shared})) for name, arm in arms.items()}
+    flat = {
+        name: dict(_flatten({"model": arm["config"], "run": shared | arm.get("run", {})})) for name, arm in arms.items()
+    }
     keys = dict.fromkeys(key for config in flat.values() for key in config)
     rows = []
     for key in keys:
@@ -172,16 +182,17 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     corpus, budget = summary["corpus"], summary["budget"]
     steps = ", ".join(f"{_label(name)} {arm['steps']:,}" for name, arm in summary["arms"].items())
+    matched = "" if budget.get("match", "flops") == "flops" else f"; arms matched by {budget['match']}"
     return [
         ("Recipe", summary["recipe"]),
-        ("Corpus", f"{corpus['source']}: {corpus['documents']:,} documents, {_bytes(corpus['bytes'])}"),
+        ("Corpus", f"{corpus['source']}: {corpus['documents']:,} training documents, {corpus['tokens']:,} tokens"),
         ("Corpus hash", corpus["hash"]),
         (
             "Training budget",
-            f"{_scientific(budget['flops'])} FLOPs an arm ({budget['convention']} convention)",
+            f"{_scientific(budget['flops'])} FLOPs an arm ({budget['convention']} convention){matched}",
         ),
         ("Optimizer steps", steps),
-        ("Seed", str(summary["seed"])),
+        ("Seeds", ", ".join(map(str, summary.get("seeds", [summary["seed"]])))),
         ("Device", summary["device"]),
         ("Git commit", summary.get("git_commit") or "not in a repository"),
     ]
@@ -214,8 +225,8 @@ def _scientific(value: float) -> str:
     return f"{digits} × 10{str(int(power)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−")
+def _signed(value: float | None) -> str:
+    return _DASH if value is None else f"{value:+.4f}".replace("-", "−")
 
 
 def _bytes(count: float | None) -> str:

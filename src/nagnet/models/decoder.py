@@ -21,6 +21,8 @@ from nagnet.nn.rotary import RotaryTable
 from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.typing import Float, Int
 
+GRAPHS_PER_WIDTH = 8  # torch's own limit for one compiled function
+
 
 class Block(nn.Module):
     """Attention and MLP between their residual updates.
@@ -38,8 +40,9 @@ class Block(nn.Module):
             config.head_dim,
             config.qk_gain,
             window=windows[layer_index % len(windows)] if windows else None,
+            channel_scales=config.channel_scales,
         )
-        self.mlp = MLPS[config.mlp](config.d_model, config.d_ff)
+        self.mlp = MLPS[config.mlp](config.d_model, config.mlp_widths[layer_index], config.channel_scales)
 
     def forward(
         self,
@@ -91,7 +94,7 @@ class Decoder(nn.Module):
 
     def initialize_(self, seed: int) -> None:
         """Draws all parameters anew, before any constraint: equal to the bit in every arm that has them."""
-        initialize_(self, seed, self.stream.zero_init_projections)
+        initialize_(self, seed, self.config.projection_init)
         tied = self.config.tie_embeddings
         initialize_rows_(self.embedding.weight, TIED_STD if tied else EMBEDDING_STD, seed, "embedding.weight")
         if not tied:
@@ -175,16 +178,20 @@ class Decoder(nn.Module):
         self.stream.set_injection(scale)
 
     def constrain_(self) -> None:
-        """Brings embedding and readout rows back to where rule and readout want them, after an optimizer step."""
-        self.stream.constrain_(self.embedding.weight)
+        """Brings parameters back to where rule and readout want them, after an optimizer step."""
+        sublayers = (sublayer for block in self.blocks for sublayer in block.children())
+        self.stream.constrain_(self.embedding.weight, sublayers)
         self.readout.constrain_()
 
     def compile_blocks(self) -> None:
         """Compiles the block once for all layers, in place; parameter names stay as they are.
 
         Each shape of tokens is compiled anew, and torch stops after a few: keep to the shapes of training, and run
-        others under ``torch.compiler.set_stance("force_eager")``, as evaluation and diagnostics here do.
+        others under ``torch.compiler.set_stance("force_eager")``, as evaluation and diagnostics here do. Blocks of
+        different MLP widths are compiled one by one, and torch's limit is raised to let them.
         """
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, GRAPHS_PER_WIDTH * len(set(self.config.mlp_widths)))
         for block in self.blocks:
             block.compile(dynamic=False, fullgraph=True)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from nagnet.nn.mlp import SquaredReLU, SwiGLU
 from nagnet.nn.readout import Readout
 from nagnet.nn.residual import ResidualStream, ResidualUpdate
 from nagnet.nn.rotary import RotaryTable
+from nagnet.nn.scale import LearnedScale
 
 EMBEDDING_STD = 0.8
 READOUT_STD = 0.001
@@ -37,43 +37,48 @@ def _uniform(weight: torch.Tensor, std: float, generator: torch.Generator) -> No
 
 
 @torch.no_grad()
-def initialize_(model: nn.Module, seed: int, zero_projections: bool) -> None:
+def _initialize_projection(weight: torch.Tensor, how: str, generator: torch.Generator) -> None:
+    if how == "zero":
+        weight.zero_()
+    elif how == "uniform":
+        _uniform(weight, 1.0 / math.sqrt(weight.shape[1]), generator)
+    else:
+        drawn = torch.empty(weight.shape, device="cpu")
+        weight.copy_(nn.init.orthogonal_(drawn, generator=generator))
+
+
+@torch.no_grad()
+def initialize_(model: nn.Module, seed: int, projections: str) -> None:
     """Draws every parameter of a `Decoder` but the rows of embedding and readout, and fills its buffers.
 
     Works on storage that holds anything: a model built on the meta device and given memory by ``to_empty``.
 
-    Queries, keys, values uniform with standard deviation 1/sqrt(d); MLP inputs 0.4 times that; output projections
-    zero, or uniform with standard deviation 1/sqrt(fan-in) where the residual rule cannot start from zero branches
-    (docs/mathematics.md, source: the walkthrough).
+    Queries, keys, values uniform with standard deviation 1/sqrt(d); MLP inputs 0.4 times that (docs/mathematics.md,
+    source: the walkthrough).
 
     Args:
-        seed: of all draws. zero_projections: whether output projections start at zero.
+        seed: of all draws.
+        projections: output projections are ``zero``, ``uniform`` with standard deviation 1/sqrt(fan-in), or
+            ``orthogonal``: orthonormal rows or columns, whichever are fewer.
     """
-    inputs: tuple[tuple[str, Any], ...]
     for name, module in model.named_modules():
         if isinstance(module, Attention | RotaryTable):
             module.reset_buffers()
         if isinstance(module, Readout):
             module.reset_scale()
-        if isinstance(module, Attention):
-            inputs, factor = (
-                (("q_proj", module.q_proj), ("k_proj", module.k_proj), ("v_proj", module.v_proj)),
-                1.0,
-            )
-        elif isinstance(module, SquaredReLU | SwiGLU):
-            inputs = tuple((child, layer) for child, layer in module.named_children() if child != "out_proj")
-            factor = MLP_IN_FACTOR
-        else:
-            if isinstance(module, ResidualUpdate | ResidualStream):
-                module.reset_parameters(named_generator(seed, name))
+        if isinstance(module, ResidualUpdate | ResidualStream | LearnedScale):
+            module.reset_parameters(named_generator(seed, name))
+        if not isinstance(module, Attention | SquaredReLU | SwiGLU):
             continue
-        for child, layer in inputs:
-            _uniform(layer.weight, factor / math.sqrt(layer.in_features), named_generator(seed, f"{name}.{child}"))
-        if zero_projections:
-            module.out_proj.weight.zero_()
-        else:
-            std = 1.0 / math.sqrt(module.out_proj.in_features)
-            _uniform(module.out_proj.weight, std, named_generator(seed, f"{name}.out_proj"))
+        factor = 1.0 if isinstance(module, Attention) else MLP_IN_FACTOR
+        for child, layer in module.named_children():
+            if not isinstance(layer, nn.Linear):
+                continue
+            generator = named_generator(seed, f"{name}.{child}")
+            if child == "out_proj":
+                _initialize_projection(layer.weight, projections, generator)
+            else:
+                _uniform(layer.weight, factor / math.sqrt(layer.in_features), generator)
 
 
 @torch.no_grad()

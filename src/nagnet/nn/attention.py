@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nagnet.nn.rotary import apply_rotary
+from nagnet.nn.scale import LearnedScale
 from nagnet.ops import reference
 from nagnet.typing import Float
 
@@ -54,6 +55,8 @@ class Attention(nn.Module):
         d_model: width d. n_heads: H. n_kv_heads: G, dividing H. head_dim: k.
         qk_gain: RMS of queries and keys after their norm.
         window: latest positions a query sees, 0 for all; None when no layer of the model has a window.
+        channel_scales: whether ``qk_gain`` is only where a learned scale per channel starts, one [k] for each key
+            head and the queries of its group (s_qk of arXiv 2410.01131).
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Attention(nn.Module):
         head_dim: int,
         qk_gain: float,
         window: int | None = None,
+        channel_scales: bool = False,
     ):
         super().__init__()
         self.head_dim = head_dim
@@ -72,6 +76,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
         self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=False)
+        self.qk_scale = LearnedScale(n_kv_heads * head_dim, qk_gain, d_model**-0.5) if channel_scales else None
         self.window: Tensor | None
         # A tensor and not a number, so that layers with different windows share one compiled block.
         self.register_buffer("window", None if window is None else torch.tensor(window), persistent=False)
@@ -87,7 +92,11 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def _normalise(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return reference.rms_norm(apply_rotary(self._heads(x), cos, sin)) * self.qk_gain
+        heads = reference.rms_norm(apply_rotary(self._heads(x), cos, sin))
+        if self.qk_scale is None:
+            return heads * self.qk_gain
+        gain = self._heads(self.qk_scale().to(heads.dtype))
+        return heads * gain.repeat_interleave(heads.shape[-2] // gain.shape[0], dim=0)
 
     def forward(
         self, x: Float[Tensor, "b t d"], cos: Tensor, sin: Tensor, key_mask: Tensor | None = None

@@ -4,32 +4,52 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from nagnet.nn.scale import LearnedScale, scaled
 from nagnet.typing import Float
 
 
-class SquaredReLU(nn.Module):
-    """``W_down relu(W_up x)^2`` without biases (arXiv 2109.08668)."""
+def _channel_scale(d_ff: int, learned: bool) -> LearnedScale | None:
+    """nGPT's s_uv: trained at the scale at which it acts."""
+    return LearnedScale(d_ff, initial=1.0, stored=1.0) if learned else None
 
-    def __init__(self, d_model: int, d_ff: int):
+
+class SquaredReLU(nn.Module):
+    """``W_down relu(s_up W_up x)^2`` without biases (arXiv 2109.08668).
+
+    Args:
+        d_model: width d. d_ff: hidden width.
+        channel_scales: whether s_up [d_ff] is learned, from 1; else it is 1.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, channel_scales: bool = False):
         super().__init__()
         self.up_proj = nn.Linear(d_model, d_ff, bias=False)
         self.out_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.up_scale = _channel_scale(d_ff, channel_scales)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        return self.out_proj(nn.functional.relu(self.up_proj(x)).square())
+        return self.out_proj(nn.functional.relu(scaled(self.up_proj(x), self.up_scale)).square())
 
 
 class SwiGLU(nn.Module):
-    """``W_down (silu(W_gate x) * W_up x)`` without biases (arXiv 2002.05202)."""
+    """``W_down (silu(s_gate W_gate x) * s_up W_up x)`` without biases (arXiv 2002.05202).
 
-    def __init__(self, d_model: int, d_ff: int):
+    Args:
+        d_model: width d. d_ff: hidden width.
+        channel_scales: whether s_gate and s_up [d_ff] are learned, from 1; else they are 1.
+    """
+
+    def __init__(self, d_model: int, d_ff: int, channel_scales: bool = False):
         super().__init__()
         self.up_proj = nn.Linear(d_model, d_ff, bias=False)
         self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
         self.out_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.up_scale = _channel_scale(d_ff, channel_scales)
+        self.gate_scale = _channel_scale(d_ff, channel_scales)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        return self.out_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = nn.functional.silu(scaled(self.gate_proj(x), self.gate_scale))
+        return self.out_proj(gate * scaled(self.up_proj(x), self.up_scale))
 
 
 MLPS: dict[str, type[SquaredReLU] | type[SwiGLU]] = {"relu_squared": SquaredReLU, "swiglu": SwiGLU}

@@ -33,7 +33,7 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().mean(dim=-1, keepdim=True)
 
 
-def _one_where_zero(power: Tensor, scale: Tensor) -> Tensor:
+def one_where_zero(power: Tensor, scale: Tensor) -> Tensor:
     """A zero vector is zero whatever multiplies it; 1 keeps 1e3 to 1e7 per norm out of its gradient."""
     return torch.where(power == 0, torch.ones_like(scale), scale)
 
@@ -54,7 +54,7 @@ def split(x: Float[Tensor, "*batch d"]) -> tuple[Float[Tensor, "*batch d"], Floa
     wide = x.to(compute_dtype(x))
     power = mean_square(wide)
     log_norm = 0.5 * torch.log(power + SPLIT_FLOOR)
-    scale = _one_where_zero(power, torch.exp(-log_norm))
+    scale = one_where_zero(power, torch.exp(-log_norm))
     return (wide * scale).to(x.dtype), log_norm.squeeze(-1)
 
 
@@ -78,7 +78,7 @@ def rms_norm(x: Float[Tensor, "*batch d"], eps: float = RMS_EPS) -> Float[Tensor
     """
     wide = x.to(compute_dtype(x))
     power = mean_square(wide)
-    return (wide * _one_where_zero(power, torch.rsqrt(power + eps))).to(x.dtype)
+    return (wide * one_where_zero(power, torch.rsqrt(power + eps))).to(x.dtype)
 
 
 def add_norm(
@@ -167,7 +167,7 @@ def rotate(
     f = f - (f * unit).mean(dim=-1, keepdim=True) / (length + SPLIT_FLOOR) * unit
     power = mean_square(f)
     damped = power + max(branch_eps, SPLIT_FLOOR)
-    normal = f * _one_where_zero(length + power, torch.rsqrt(damped))
+    normal = f * one_where_zero(length + power, torch.rsqrt(damped))
     growth = gain.square() * (power / damped)
     rotated = unit + gain * normal
     inverse_rms = torch.rsqrt(mean_square(rotated) + SPLIT_FLOOR)

@@ -1,224 +1,178 @@
-"""Matched comparison: arms that differ in the residual rule, one stream of batches, equal training FLOPs."""
+"""Arms trained side by side on one seed: the same batches, step by step, and the same held-out text at the end."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
+import math
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nagnet import ops
-from nagnet.data.corpus import Corpus
-from nagnet.data.loader import BatchLoader, encode_documents
-from nagnet.data.tokenizer import Tokenizer, cached_tokenizer
+from nagnet.data.loader import BatchLoader, PackedTokens, encode_documents
+from nagnet.diagnostics.confidence import collect_confidence
+from nagnet.diagnostics.health import stream_health
 from nagnet.diagnostics.probe import measuring
-from nagnet.errors import UserError
 from nagnet.evaluation.bits_per_byte import DocumentScores, documents_within, evaluate_documents
-from nagnet.evaluation.statistics import paired_bootstrap_bits_per_byte
-from nagnet.files import default_cache_dir, write_atomically
+from nagnet.files import write_atomically
 from nagnet.generation.sampler import sample_text
 from nagnet.models.checkpoint import save_model
-from nagnet.models.config import ModelConfig
-from nagnet.models.decoder import Decoder
 from nagnet.models.flops import parameter_counts
 from nagnet.training.config import RunConfig
-from nagnet.training.loop import Trainer, interrupt_flag
+from nagnet.training.distributed import World
+from nagnet.training.environment import describe_environment
+from nagnet.training.health import HealthMonitor, describe_alarms, health_tokens
+from nagnet.training.loop import NonFiniteLoss, Trainer, interrupt_flag
+from nagnet.training.metrics import METRICS_FILE, read_metrics, to_json
 from nagnet.training.optimizer import describe_groups
 from nagnet.training.progress import Progress
+from nagnet.training.text import RunText
 
-TREATMENT = ("residual", "readout")  # fields of ModelConfig in which arms may differ
+RESULT_FILE = "result.json"
+TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 120
 SAMPLE_TEMPERATURE = 0.8
 EVAL_ROWS = 16
+CONFIDENCE_ROWS = 48
+CONFIDENCE_BYTES = 2_000_000  # of held-out text, from which the rows are taken
+FINAL_LOSS_SHARE = 0.05  # of the steps, over which the last training loss is a mean
 
 Echo = Callable[[str], None]
 
 
-def build_arms(model: ModelConfig, names: Sequence[str]) -> dict[str, ModelConfig]:
-    """One copy of ``model`` per residual rule named, each with the rule's own default readout.
-
-    Raises:
-        UserError: for an unknown rule, or fewer than two different arms.
-    """
-    if len(set(names)) < 2 or len(set(names)) != len(names):
-        raise UserError(f"arms {', '.join(names) or '(none)'}: name two or more different ones")
-    return {name: model.replace(residual=name) for name in names}
-
-
-def undeclared_differences(arms: dict[str, ModelConfig]) -> list[str]:
-    """Lines naming each config field, outside rule and readout, in which the arms differ."""
-    values = {name: config.to_dict() for name, config in arms.items()}
-    fields = [field for field in next(iter(values.values())) if field not in TREATMENT]
-    return [
-        f"{field}: " + ", ".join(f"{name} {value[field]}" for name, value in values.items())
-        for field in fields
-        if len({json.dumps(value[field]) for value in values.values()}) > 1
-    ]
-
-
-@dataclass
-class Comparison:
-    """A comparison about to run.
+@dataclass(frozen=True)
+class Job:
+    """Arms to train on one seed, complete enough for a process of its own.
 
     Attributes:
-        recipe: name of the recipe. config: the recipe.
-        arms: arm name -> model; the first is compared with each of the others.
-        corpus: text; the tokenizer is trained on its training part.
-        out: folder for everything written. device, dtype: where and in which type products run.
-        echo: prints one line for the user.
-        allow_differences: run although arms differ in more than rule and readout.
+        label: what it is, for the user. folder: for everything written.
+        arms: label -> run config, with its budget and seed.
+        device, dtype: names of torch's.
+        sequential: one arm after another; else interleaved.
+        trial: of a sweep: bits per byte are enough, and no model is kept.
     """
 
-    recipe: str
-    config: RunConfig
-    arms: dict[str, ModelConfig]
-    corpus: Corpus
-    out: Path
-    device: torch.device
-    dtype: torch.dtype = torch.float32
-    echo: Echo = print
-    allow_differences: bool = False
-    interrupted: bool = field(init=False, default=False)
+    label: str
+    folder: Path
+    arms: dict[str, RunConfig]
+    device: str = "cpu"
+    dtype: str = "float32"
+    sequential: bool = False
+    trial: bool = False
 
-    def __post_init__(self):
-        differences = undeclared_differences(self.arms)
-        for line in differences:
-            self.echo(f"arms differ in {line}")
-        if differences and not self.allow_differences:
-            raise UserError(f"arms differ outside the residual rule in {'; '.join(differences)}; allow it explicitly")
-        self.tokenizer: Tokenizer = cached_tokenizer(self.corpus, self.config.model.vocab_size)
-        self.evaluated = documents_within(self.corpus.held_out, self.config.eval_bytes)
-        if len(self.evaluated) < 2:
-            raise UserError(
-                f"{self.corpus.source}: {len(self.evaluated)} held-out document is too few for an interval; "
-                "give more files, so that two or more are held out"
-            )
-        packed = encode_documents(self.corpus.train, self.tokenizer, cache_dir=default_cache_dir())
-        loader = BatchLoader(packed, self.config.batch_size, self.config.seq_len, self.config.seed)
-        self.trainers = {
-            name: Trainer(name, self.config, model, loader, self.device, self.dtype)
-            for name, model in self.arms.items()
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        arms = {name: config.to_dict() for name, config in self.arms.items()}
+        return vars(self) | {"folder": str(self.folder), "arms": arms}
 
-    def describe(self) -> None:
-        """Prints what is about to be compared: corpus, budget, steps, and which optimizer gets which parameter."""
-        corpus, config = self.corpus, self.config
-        self.echo(
-            f"corpus: {corpus.source}, {len(corpus.train)} documents, {corpus.train_bytes / 1e6:.1f} MB, "
-            f"hash {corpus.content_hash[:12]}"
-        )
-        self.echo(f"device: {self.device}, products in {self.dtype}, residual backend {ops.get_backend()}")
-        for name, trainer in self.trainers.items():
-            total = parameter_counts(trainer.model_config)["total"]
-            self.echo(
-                f"{name}: {total:,} parameters, {trainer.n_steps} steps of {config.tokens_per_step:,} tokens, "
-                f"{trainer.n_steps * trainer.flops_per_step:.4g} training FLOPs ({config.convention})"
-            )
-            for row in describe_groups(trainer.optimizers):
-                self.echo(
-                    f"  {row['role']:9} {row['optimizer']:5} lr {row['lr']:<6g} decay {row['weight_decay']:<4g} "
-                    f"{row['parameters']:>9,} parameters in {row['tensors']} tensors, e.g. {row['example']}"
-                )
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Job:
+        """The job of `to_dict`."""
+        arms = {name: RunConfig.from_dict(config) for name, config in values["arms"].items()}
+        return cls(**(values | {"folder": Path(values["folder"]), "arms": arms}))
 
-    def train(self) -> None:
-        """Trains all arms side by side: the arm that has spent the fewest FLOPs takes the next step.
+    def missing(self) -> list[str]:
+        """Arms without a finished result of this very config."""
+        return [name for name in self.arms if not self._is_finished(name)]
 
-        Step times of the arms are thus measured interleaved. Ctrl-C ends training after the current step, with
-        all arms within one step of the same FLOPs. Metrics are written as the run goes, models at its
-        end, however it ends.
-        """
-        for name, trainer in self.trainers.items():
-            if self.config.compile:
-                self.echo(f"{name}: compiling the block")
-            trainer.prepare()
-        total = sum(trainer.n_steps for trainer in self.trainers.values())
-        last_loss = dict.fromkeys(self.trainers, float("nan"))
+    def _is_finished(self, name: str) -> bool:
+        result = read_result(self.folder, name)
+        plain = json.loads(json.dumps(self.arms[name].to_dict()))
+        return result is not None and result["finished"] and result["config"] == plain
+
+
+def read_result(folder: Path, arm: str) -> dict[str, Any] | None:
+    """What an arm's training left in a job's folder, finished or not."""
+    try:
+        return json.loads((folder / arm / RESULT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def run_job(job: Job, text: RunText, echo: Echo = print, describe: bool = True) -> None:
+    """Trains and measures the arms that are missing, and writes their results.
+
+    Args:
+        describe: print first what is trained.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; arms that were not finished leave partial results and their models.
+    """
+    missing = job.missing()
+    for names in [[name] for name in missing] if job.sequential else [missing] if missing else []:
+        comparison = Comparison(job, names, text, echo)
+        if describe and not job.trial:
+            comparison.describe()
+        if comparison.train():
+            raise KeyboardInterrupt
+        comparison.measure()
+        if any(config.compile for config in job.arms.values()):
+            torch.compiler.reset()  # else the next models count as recompilations of these, up to dynamo's limit
+
+
+class ArmInTraining:
+    """One arm of a job: its trainer and what is watched while it trains."""
+
+    def __init__(self, name: str, config: RunConfig, text: RunText, device: torch.device, dtype: torch.dtype):
+        self.name, self.config = name, config
+        self.trainer = Trainer(name, config, config.model, text.loader(config, World()), device, dtype)
+        self.monitor = HealthMonitor()
+        self.losses: list[float] = []
+        self.alarms: list[str] = []  # standing now
+        self.alarms_ever: list[str] = []
+        self.gates: Any = None  # of the last measurement
+        self.diverged: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to take."""
+        return self.trainer.finished or self.diverged is not None
+
+    @property
+    def share_done(self) -> float:
+        """Of its budget, 0 to 1."""
+        return self.trainer.n_done / self.trainer.n_steps
+
+    def step(self, echo: Echo) -> dict[str, Any] | None:
+        """One step and, where it is due, the health of the gates; None if the loss was not finite."""
         try:
-            with (
-                interrupt_flag() as received,
-                open(self.out / "metrics.jsonl", "w", encoding="utf-8", buffering=1) as metrics,
-                Progress("training", total) as progress,
-            ):
-                while not received and (open_arms := [t for t in self.trainers.values() if not t.finished]):
-                    trainer = min(open_arms, key=lambda trainer: trainer.flops)
-                    row = trainer.step()
-                    metrics.write(json.dumps(row) + "\n")
-                    last_loss[trainer.name] = row["loss"]
-                    losses = ", ".join(f"{name} {loss:.3f}" for name, loss in last_loss.items())
-                    rate = self.config.tokens_per_step / row["seconds"]
-                    done = sum(t.n_done for t in self.trainers.values())
-                    progress.update(done, f"loss {losses}, {rate:,.0f} tokens/s")
-                self.interrupted = bool(received)
-        finally:
-            for name, trainer in self.trainers.items():
-                save_model(trainer.model, self.out / name)
-            self.tokenizer.save(self.out / "tokenizer.json")
+            row = self.trainer.step()
+        except NonFiniteLoss as error:
+            self.diverged = str(error)
+            echo(self.diverged)
+            return None
+        self.losses.append(row["loss"])
+        interval = self.config.health_interval
+        if self.trainer.finished or (interval and row["step"] % interval == 0):
+            row |= self._check_health(row["step"], echo)
+        return row
 
-    def evaluate(self) -> dict[str, DocumentScores]:
-        """Scores held-out documents with every arm, in float32 without compilation."""
-        scores = {}
-        for name, trainer in self.trainers.items():
-            with Progress(f"evaluating {name}", 1.0) as progress, measuring(trainer.model):
-                scores[name] = evaluate_documents(
-                    self._scorer(trainer.model),
-                    self.evaluated,
-                    self.tokenizer,
-                    self.config.seq_len,
-                    EVAL_ROWS,
-                    progress=lambda done, of, progress=progress: progress.update(done / of),
-                )
-        return scores
+    def _check_health(self, step: int, echo: Echo) -> dict[str, Any]:
+        inputs, _ = self.trainer.batch(step - 1)
+        health = stream_health(self.trainer.model, health_tokens(inputs))
+        row, alarms = self.monitor.check(health)
+        if alarms and row["alarms"] != self.alarms:
+            echo(f"{self.name}: {describe_alarms(alarms)}")
+        self.alarms, self.gates = row.get("alarms", []), health.gates
+        self.alarms_ever = list(dict.fromkeys(self.alarms_ever + self.alarms))
+        return row
 
-    def _scorer(self, model: Decoder) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda tokens, targets: model.score(tokens.to(self.device), targets.to(self.device))[0]
-
-    def summary(self, scores: dict[str, DocumentScores]) -> dict[str, Any]:
-        """All results as plain values; also the content of summary.json.
-
-        Args:
-            scores: of `evaluate`; empty after an interruption, which leaves bits per byte out.
-        """
-        first, *others = self.arms
+    def result(self) -> dict[str, Any]:
+        """What its training came to so far, as plain values."""
+        trainer = self.trainer
+        seconds, losses = trainer.step_seconds, self.losses
+        last = losses[-max(1, round(FINAL_LOSS_SHARE * len(losses))) :]
         return {
-            "recipe": self.recipe,
-            "run": self.config.to_dict(),
-            "corpus": {
-                "source": self.corpus.source,
-                "hash": self.corpus.content_hash,
-                "documents": len(self.corpus.train) + len(self.corpus.held_out),
-                "bytes": self.corpus.train_bytes + self.corpus.held_out_bytes,
-                "dropped": dict(self.corpus.dropped),
-            },
-            "tokenizer_hash": self.tokenizer.content_hash,
-            "budget": {"flops": self.config.flops, "convention": self.config.convention},
-            "arms": {name: self._arm_summary(name, scores.get(name)) for name in self.arms},
-            "differences": [_difference(first, other, scores) for other in others] if scores else [],
+            "arm": self.name,
             "seed": self.config.seed,
-            "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "backend": ops.get_backend(),
-            "threads": torch.get_num_threads(),
-            "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
-            "versions": {name: version(name) for name in ("nagnet", "torch")} | {"python": platform.python_version()},
-            "git_commit": git_commit(),
-            "interrupted": self.interrupted,
-        }
-
-    def _arm_summary(self, name: str, scores: DocumentScores | None) -> dict[str, Any]:
-        trainer = self.trainers[name]
-        seconds = trainer.step_seconds
-        result = {
-            "config": trainer.model_config.to_dict(),
+            "config": self.config.to_dict(),
+            "finished": False,
+            "diverged": self.diverged,
             "optimizers": describe_groups(trainer.optimizers),
             "parameters": parameter_counts(trainer.model_config)["total"],
             "steps": trainer.n_done,
@@ -229,50 +183,147 @@ class Comparison:
             "median_step_seconds": statistics.median(seconds) if seconds else None,
             "step_seconds_quartiles": statistics.quantiles(seconds, n=4) if len(seconds) > 1 else None,
             "peak_memory_bytes": trainer.peak_memory,
+            "final_loss": statistics.fmean(last) if last else None,
+            "health": self._gate_health(),
         }
-        if scores is None:
-            return result
-        with measuring(trainer.model):
-            sample = sample_text(
-                trainer.model,
-                self.tokenizer,
-                SAMPLE_PROMPT,
-                SAMPLE_TOKENS,
-                SAMPLE_TEMPERATURE,
-                self.config.seed,
+
+    def _gate_health(self) -> dict[str, Any] | None:
+        gates = self.gates
+        if gates is None:
+            return None
+        return {
+            "updates": len(gates.update_index),
+            "dead_updates": gates.collapsed_updates,
+            "alarms": self.alarms,
+            "alarms_ever": self.alarms_ever,
+            "mean_gain": gates.mean_gain,
+            "initial_gain": gates.initial_gain,
+        }
+
+
+class Comparison:
+    """Some arms of a job, trained interleaved."""
+
+    def __init__(self, job: Job, names: Sequence[str], text: RunText, echo: Echo = print):
+        self.job, self.text, self.echo = job, text, echo
+        self.device, self.dtype = torch.device(job.device), getattr(torch, job.dtype)
+        self.arms = {n: ArmInTraining(n, job.arms[n], text, self.device, self.dtype) for n in names}
+
+    def describe(self) -> None:
+        """Prints what is about to be trained: budget, steps, and which optimizer gets which parameter."""
+        for name, arm in self.arms.items():
+            total = parameter_counts(arm.config.model)["total"]
+            self.echo(f"{name}: {total:,} parameters, {arm.trainer.budget.describe()}")
+            for row in describe_groups(arm.trainer.optimizers):
+                self.echo(
+                    f"  {row['role']:9} {row['optimizer']:5} lr {row['lr']:<6g} decay {row['weight_decay']:<4g} "
+                    f"{row['parameters']:>9,} parameters in {row['tensors']} tensors, e.g. {row['example']}"
+                )
+
+    def train(self) -> bool:
+        """Trains the arms side by side: the one with the smallest share of its budget spent takes the next step.
+
+        Step times are thus measured interleaved. Ctrl-C ends training after the current step, with all arms within one
+        step of the same share. Metrics are written as it goes; results so far and models at the end, however it ends.
+
+        Returns:
+            Whether it was interrupted.
+        """
+        for name, arm in self.arms.items():
+            if arm.config.compile and not self.job.trial:
+                self.echo(f"{name}: compiling the block")
+            arm.trainer.prepare()
+        try:
+            with interrupt_flag() as received, self._open_metrics() as metrics, self._progress() as progress:
+                while not received and (waiting := [arm for arm in self.arms.values() if not arm.finished]):
+                    arm = min(waiting, key=lambda arm: arm.share_done)
+                    row = arm.step(self.echo)
+                    if row is not None:
+                        metrics.write(to_json(row) + "\n")
+                        self._show(progress, row)
+                return bool(received)
+        finally:
+            for name, arm in self.arms.items():
+                if not self.job.trial:
+                    save_model(arm.trainer.model, self.job.folder / name)
+                self._write_result(arm.result())
+            self.text.tokenizer.save(self.job.folder / TOKENIZER_FILE)
+
+    def _open_metrics(self) -> Any:
+        """The job's metrics file, without rows that an earlier attempt at these arms left."""
+        path = self.job.folder / METRICS_FILE
+        rows = read_metrics(path) if path.is_file() else []
+        kept = [row for row in rows if row["arm"] not in self.arms]
+        write_atomically(path, "".join(to_json(row) + "\n" for row in kept).encode())
+        return open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (line by line: a row outlives the process)
+
+    def _progress(self) -> Progress:
+        return Progress(f"{self.job.label}", sum(arm.trainer.n_steps for arm in self.arms.values()))
+
+    def _show(self, progress: Progress, row: dict[str, Any]) -> None:
+        losses = ", ".join(f"{name} {arm.losses[-1]:.3f}" for name, arm in self.arms.items() if arm.losses)
+        rate = self.arms[row["arm"]].config.tokens_per_step / row["seconds"]
+        done = sum(arm.trainer.n_done for arm in self.arms.values())
+        progress.update(done, f"loss {losses}, {rate:,.0f} tokens/s")
+
+    def measure(self) -> None:
+        """Scores held-out documents with every arm, in float32 without compilation, and writes the finished results."""
+        environment = describe_environment(self.device, self.dtype)
+        for arm in self.arms.values():
+            result = arm.result() | {"finished": True, "bits_per_byte": None} | environment
+            if arm.diverged is None:
+                result |= self._measure(arm)
+            self._write_result(result)
+
+    def _measure(self, arm: ArmInTraining) -> dict[str, Any]:
+        model, config = arm.trainer.model, arm.config
+
+        def score(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model.score(tokens.to(self.device), targets.to(self.device))[0]
+
+        with Progress(f"{self.job.label}: evaluating {arm.name}", 1.0) as progress, measuring(model):
+            scores = evaluate_documents(
+                score,
+                self.text.held_out,
+                self.text.tokenizer,
+                config.seq_len,
+                EVAL_ROWS,
+                progress=lambda done, of: progress.update(done / of),
             )
-        evaluated = {"documents": len(scores.names), "bytes": int(scores.n_bytes.sum())}
-        return result | {"bits_per_byte": scores.bits_per_byte, "evaluated": evaluated, "sample": sample}
+        if not math.isfinite(scores.bits_per_byte):
+            return {"diverged": f"{arm.name}: the loss on held-out text is {scores.bits_per_byte}"}
+        result = {
+            "bits_per_byte": scores.bits_per_byte,
+            "evaluated": {"documents": len(scores.names), "bytes": int(scores.n_bytes.sum())},
+            "documents": _plain_scores(scores),
+        }
+        if self.job.trial:
+            return result
+        confidence = collect_confidence(model, confidence_batches(self.text, config.seq_len, self.device))
+        with measuring(model):
+            sample = sample_text(
+                model, self.text.tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE, config.seed
+            )
+        return result | {"confidence": confidence.to_dict(), "sample": sample}
 
-    def write_summary(self, summary: dict[str, Any]) -> Path:
-        """Writes summary.json, complete or not at all."""
-        path = self.out / "summary.json"
-        write_atomically(path, (json.dumps(summary, indent=2) + "\n").encode())
-        return path
-
-
-def _difference(arm_a: str, arm_b: str, scores: dict[str, DocumentScores]) -> dict[str, Any]:
-    result = paired_bootstrap_bits_per_byte(scores[arm_a], scores[arm_b])
-    return {
-        "arm_a": arm_a,
-        "arm_b": arm_b,
-        "bits_per_byte": result.difference,
-        "low": result.low,
-        "high": result.high,
-        "confidence": result.confidence,
-        "n_documents": result.n_documents,
-    }
+    def _write_result(self, result: dict[str, Any]) -> None:
+        path = self.job.folder / result["arm"] / RESULT_FILE
+        write_atomically(path, (json.dumps(result) + "\n").encode())
 
 
-def git_commit() -> str | None:
-    """The commit of the source this runs from, with ``-dirty`` where it was changed; None outside a checkout."""
+def pack_held_out(text: RunText) -> PackedTokens:
+    """Held-out documents as tokens, 2 MB of them at most, for measurements that need no more."""
+    return encode_documents(documents_within(text.held_out, CONFIDENCE_BYTES), text.tokenizer)
 
-    def git(*arguments: str) -> str:
-        run = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-        return run.stdout.strip()
 
-    try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie in another checkout
-        return git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+def confidence_batches(text: RunText, seq_len: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Rows of held-out text, inputs and targets [1, T], on which confidence is measured; the same for every arm."""
+    packed = pack_held_out(text)
+    rows = BatchLoader(packed, 1, min(seq_len, packed.n_tokens - 1), seed=0)
+    batches = [rows.batch(step) for step in range(min(CONFIDENCE_ROWS, rows.rows_per_epoch))]
+    return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+
+
+def _plain_scores(scores: DocumentScores) -> dict[str, Any]:
+    columns = {"nats": scores.nats, "n_bytes": scores.n_bytes, "n_tokens": scores.n_tokens}
+    return {"names": list(scores.names)} | {name: column.tolist() for name, column in columns.items()}
