@@ -221,7 +221,7 @@ def test_undeclared_differences_name_the_field_and_the_values():
     arms = {"a": RECIPE, "b": changed}
     assert undeclared_differences(arms, declared("pre_norm")) == [
         "model.qk_gain: a 1.2, b 1.0",
-        "optimizer.matrix_lr: a 0.02, b 0.5",
+        f"optimizer.matrix_lr: a {RECIPE.optimizer.matrix_lr}, b 0.5",
         "seed: a 0, b 1",
     ]
     assert undeclared_differences(arms, (*declared("pre_norm"), "model.qk_gain", "optimizer")) == ["seed: a 0, b 1"]

@@ -136,7 +136,8 @@ def test_decay_and_betas_by_role():
 
 
 def test_rates_scale_with_batch_and_width_and_say_so():
-    config = OptimizerConfig(matrix_lr=0.012, embedding_lr=0.18, lr_reference_batch_tokens=2**19, lr_reference_width=64)
+    rates = {"matrix_lr": 0.012, "embedding_lr": 0.18, "unit_head_lr": 0.1, "free_head_lr": 0.02}
+    config = OptimizerConfig(**rates, lr_reference_batch_tokens=2**19, lr_reference_width=64)
     scaled, lines = scale_rates(config, 2**20, 16)
     root_two = 2**0.5
     assert scaled.matrix_lr == pytest.approx(0.012 * root_two)
