@@ -195,12 +195,12 @@ class Interrupting:
 
 def test_an_interrupted_evaluation_goes_on(bundle, byte_tokenizer, table_model, tmp_path):
     def evaluate(model, **more):
-        return evaluate_core(model, byte_tokenizer, bundle, batch_tokens=100, **more)
+        return evaluate_core(model, byte_tokenizer, bundle, batch_tokens=300, **more)
 
     file, identity = tmp_path / "answers.jsonl", {"model": "a", "cap": None}
     expected = evaluate(table_model)
     calls = table_model.calls
-    for stop in (3, 7):
+    for stop in (4, 4):
         with pytest.raises(KeyboardInterrupt):
             evaluate(Interrupting(table_model, stop), journal=AnswerFile(file, identity))
     with open(file, "a") as lines:

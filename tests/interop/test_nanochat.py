@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nagnet.cli.application import run
+from nagnet.data.tokenizer import train_tokenizer
 from nagnet.errors import UserError
 from nagnet.interop.nanochat import import_nanochat
 from nagnet.models.checkpoint import load_model
@@ -191,6 +192,24 @@ def test_the_model_folder_and_its_record(tmp_path, capsys):
     assert "--force" in capsys.readouterr().err
     assert run(["import", "nanochat", str(there), str(out), "--step", "5", "--force"]) == 0
     assert "at step 5" in capsys.readouterr().out
+
+
+def test_an_imported_model_is_scored_like_any_other(tmp_path, capsys):
+    shape = SHAPE | {"vocab_size": 270}
+    there = write_checkpoint(tmp_path / "there", "nag-gpt", random_checkpoint("nag-gpt", shape, rows=320), shape)
+    (tmp_path / "text").mkdir()
+    for number in range(3):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"a stream of words and {number} more words " * 9)
+    train_tokenizer(["a stream of words"] * 20, 270).save(tmp_path / "tokenizer.json")
+    assert run(["import", "nanochat", str(there), str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    found = []
+    for option in ((), ("--freeze-scale",)):
+        arguments = ("--tokenizer", tmp_path / "tokenizer.json", "--data", tmp_path / "text", "--whole", "--json")
+        assert run(["evaluate", "bpb", *map(str, (tmp_path / "out", *arguments, *option)), "--device", "cpu"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["seq_len"] == 32 and found[0]["bytes"] == 3 * 9 * 35
+    assert found[0]["bits_per_byte"] > 1 and found[1]["bits_per_byte"] != found[0]["bits_per_byte"]
 
 
 class WritesAFile:
