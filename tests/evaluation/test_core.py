@@ -109,6 +109,11 @@ def test_an_option_without_a_token_of_its_own_never_wins(make_bundle, byte_token
     assert "task choose: 3 prompts have no token to score" in caplog.text
 
 
+def test_a_diverged_model_has_no_answers(bundle, byte_tokenizer):
+    with pytest.raises(UserError, match="losses are NaN"):
+        evaluate_core(lambda ids: torch.full((*ids.shape, 257), torch.nan), byte_tokenizer, bundle)
+
+
 def test_an_empty_continuation_is_no_answer(make_bundle, byte_tokenizer, table_model, caplog):
     entry = [("continue", "language_modeling", 0, {"continuation_delimiter": ""}, 0)]
     folder = make_bundle({"continue": [{"context": "a", "continuation": ""}]}, entry)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from nagnet.errors import UserError
 from nagnet.evaluation.core_tasks import Bundle, Row, Task, TokenizerLike, read_bundle, rows_of
 from nagnet.models.decoder import Decoder
 from nagnet.ops.loss import IGNORED_TARGET
@@ -63,7 +64,8 @@ def evaluate_core(
 
     Args:
         model: from ids, int64 [B, T], to logits [B, T, V], causal. A module is given ids on the device of its
-            parameters. Rows are padded on the right, and padding is never scored.
+            parameters, and runs in the mode (training or evaluation) it is in. Rows are padded on the right, and
+            padding is never scored.
         tokenizer: has ``encode(text) -> list[int]`` and ``get_bos_token_id()``.
         bundle: a folder, or what `read_bundle` returned for it (then ``max_per_task`` is its business).
         max_per_task: most examples of each task, the first after shuffling; None for all.
@@ -78,7 +80,7 @@ def evaluate_core(
         example in the shuffled order); and ``core_metric``, the mean of ``centered``.
 
     Raises:
-        UserError: for a bundle that `read_bundle` refuses.
+        UserError: for a bundle that `read_bundle` refuses, or losses that are NaN.
     """
     if not isinstance(bundle, Bundle):
         bundle = read_bundle(bundle, max_per_task)
@@ -175,6 +177,8 @@ class _Evaluation:
             inputs[number, : row.stop - 1] = ids[:-1]
             targets[number, row.start - 1 : row.stop - 1] = ids[row.start :]
         losses, hits = score_targets(self.model, inputs.to(self.device), targets.to(self.device))
+        if losses.isnan().any():
+            raise UserError("the model's losses are NaN, so no answer is better than another; has it diverged?")
         sizes = [max(0, row.stop - row.start) for row in rows]
         parts = zip(losses.double().cpu().split(sizes), hits.cpu().split(sizes), strict=True)
         return [
