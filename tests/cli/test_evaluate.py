@@ -177,6 +177,7 @@ def test_a_model_that_sees_the_future_is_not_scored(command, made, refused, monk
         (("bpb", "arms"), "holds 2 models; name one"),
         (("bpb", "text"), "holds no model"),
         (("bpb", "run", "--seq-len", "0"), "seq_len is 0"),
+        (("bpb", "run", "--max-bytes", "0"), "max_bytes is 0"),
         (("bpb", "run", "--batch-size", "0"), "batch_size 0"),
         (("bpb", "run", "--whole"), "--whole scores all of a file or folder of text; name one"),
         (("bpb", "run", "--data", "hf:climbmix"), "must be prepared first"),

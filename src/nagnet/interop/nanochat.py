@@ -94,10 +94,13 @@ def import_nanochat(folder: str | Path, step: int | None = None) -> ImportedMode
     meta = _read_meta(meta_file)
     arch, shape = _described(meta, meta_file)
     tensors = _read_tensors(weights_file)
-    config = _config(arch, shape, tensors, weights_file)
+    names = _names(arch, tensors, shape["n_layer"], weights_file)
+    config = _config(arch, shape, tensors)
+    with torch.device("meta"):  # no memory for a shape that the weights do not have
+        wanted = Decoder(config).state_dict()
+    renamed = _renamed(tensors, names, config.vocab_size, wanted, weights_file)
     model = Decoder(config, seed=0)
-    state = model.state_dict()
-    model.load_state_dict(state | _renamed(tensors, arch, config, state, weights_file))
+    model.load_state_dict(model.state_dict() | renamed)
     return ImportedModel(model, arch, step, weights_file, meta)
 
 
@@ -156,7 +159,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{path} is refused: it holds more than tensors, or is damaged ({reason}); {remedy}") from error
-    except PermissionError:
+    except (PermissionError, MemoryError):
         raise
     except Exception as error:  # torch lets whatever its readers of damaged files raise pass through
         reason = f"{type(error).__name__} {error}".strip().splitlines()[0]
@@ -172,19 +175,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _rows_of(tensors: Mapping[str, Tensor], name: str, path: Path) -> int:
-    if name not in tensors or tensors[name].dim() != 2:
-        raise UserError(f"{path} has no matrix {name}; is it a checkpoint of another model?")
-    return tensors[name].shape[0]
-
-
-def _config(arch: str, shape: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> ModelConfig:
+def _config(arch: str, shape: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ModelConfig:
     # What the code there calls a head's width always follows from n_embd; widths of MLP and gates stand in the weights.
     options: dict[str, Any] = {"readout": SOFTCAP_READOUT}
     if arch == "nag-gpt":
         options = {
             "readout": CONFIDENCE_READOUT,
-            "n_directions": _rows_of(tensors, "transformer.h.0.attn_branch.m_down.weight", path),
+            "n_directions": len(tensors["transformer.h.0.attn_branch.m_down.weight"]),
             "branch_eps": BRANCH_EPS,
             "modulation_floor": MODULATION_FLOOR,
         }
@@ -196,7 +193,7 @@ def _config(arch: str, shape: Mapping[str, Any], tensors: Mapping[str, Tensor], 
         n_kv_heads=shape["n_kv_head"],
         vocab_size=shape["vocab_size"],
         max_seq_len=shape["sequence_len"],
-        d_ff=_rows_of(tensors, "transformer.h.0.mlp.c_fc.weight", path),
+        d_ff=len(tensors["transformer.h.0.mlp.c_fc.weight"]),
         rope_base=ROPE_BASE,
         qk_gain=QK_GAIN,
         sliding_windows=_windows(shape.get(WINDOW_FIELD, "L"), shape["n_layer"], shape["sequence_len"]),
@@ -216,8 +213,25 @@ def _windows(pattern: str, n_layers: int, sequence_len: int) -> tuple[int, ...]:
     return windows if any(windows) else ()
 
 
-def _names(arch: str, n_layers: int) -> dict[str, str]:
-    """Their names of all entries, and ours."""
+def _names(arch: str, tensors: Mapping[str, Tensor], n_layers: int, path: Path) -> dict[str, str]:
+    """Their names of all entries, and ours.
+
+    Raises:
+        UserError: if an entry is missing, is a single number, or has no place.
+    """
+    # Not more layers than there are entries, whatever the file beside them says.
+    names = _names_of(arch, min(n_layers, len(tensors)))
+    for problem, found in (("lacks", names.keys() - tensors.keys()), ("has", tensors.keys() - names.keys())):
+        if found:
+            some = ", ".join(sorted(found)[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            raise UserError(f"{path} {problem} {some}, so it is no checkpoint of {arch} with {n_layers} layers")
+    for name in names:
+        if tensors[name].dim() == 0:
+            raise UserError(f"{path}: {name} is a single number; is it a checkpoint of another model?")
+    return names
+
+
+def _names_of(arch: str, n_layers: int) -> dict[str, str]:
     names = {_EMBEDDING: "embedding.weight", _READOUT: "readout.weight"}
     for layer in range(n_layers):
         names |= {f"transformer.h.{layer}.{there}": f"blocks.{layer}.{here}" for there, here in _SUBLAYERS.items()}
@@ -231,23 +245,18 @@ def _names(arch: str, n_layers: int) -> dict[str, str]:
 
 
 def _renamed(
-    tensors: Mapping[str, Tensor], arch: str, config: ModelConfig, wanted: Mapping[str, Tensor], path: Path
+    tensors: Mapping[str, Tensor], names: Mapping[str, str], vocab_size: int, wanted: Mapping[str, Tensor], path: Path
 ) -> dict[str, Tensor]:
-    """The tensors under our names, in float32 and our shapes.
+    """The tensors under our names, in float32 and our shapes, without rows beyond the vocabulary.
 
     Raises:
-        UserError: if one is missing, of another shape, or without a place.
+        UserError: if one has another shape.
     """
-    names = _names(arch, config.n_layers)
-    for problem, found in (("lacks", names.keys() - tensors.keys()), ("has", tensors.keys() - names.keys())):
-        if found:
-            some = ", ".join(sorted(found)[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-            raise UserError(f"{path} {problem} {some}, so it is no checkpoint of {arch} with {config.n_layers} layers")
     renamed = {}
     for there, here in names.items():
         tensor, shape = tensors[there], wanted[here].shape
         if there in (_EMBEDDING, _READOUT) and tensor.dim() == 2:
-            tensor = tensor[: config.vocab_size]
+            tensor = tensor[:vocab_size]
         if tensor.shape != shape and not (shape == () and tensor.shape == (1,)):
             raise UserError(f"{path}: {there} is {list(tensor.shape)}, but its meta file says {list(shape)}")
         renamed[here] = tensor.reshape(shape).float()

@@ -50,10 +50,12 @@ class EvaluatedModel:
         """Documents to score, and their source in words; arguments as `text_to_score`, but None is the run's own.
 
         Raises:
-            UserError: if neither the run nor ``data`` says where text is, or there is none.
+            UserError: if neither the run nor ``data`` says where text is, there is none, or ``max_bytes`` is below 1.
         """
         if data is None and self.run is None:
             raise UserError(f"{self.saved.folder} does not say what it was trained on; name text with --data")
+        if max_bytes is not None and max_bytes < 1:
+            raise UserError(f"max_bytes is {max_bytes}; give 1 or more")
         if self.run is not None and not whole:
             data, max_bytes = data or self.run.data, max_bytes or self.run.eval_bytes
         return text_to_score(data, max_bytes, whole)

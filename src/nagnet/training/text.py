@@ -58,7 +58,7 @@ def open_text(data: str | None, vocab_size: int, eval_bytes: int) -> RunText:
         )
     if data is not None and _is_prepared(data):
         tokens: TokenSource = open_shards(data)
-        tokenizer, held_out, source = prepared_tokenizer(data), held_out_documents(data), data
+        tokenizer, held_out, source = prepared_tokenizer(data), held_out_documents(data), str(Path(data))
     else:
         corpus = _corpus(data)
         tokenizer = cached_tokenizer(corpus, vocab_size)
