@@ -15,6 +15,7 @@ with install_import_hook(["nagnet.ops", "nagnet.nn"], "beartype.beartype"):
     import torch
     from nagnet.models.config import ModelConfig
     from nagnet.models.decoder import Decoder
+    from nagnet.nn.residual import RESIDUAL_STREAMS
     from nagnet.ops import reference
 
 try:
@@ -25,7 +26,7 @@ else:
     sys.exit("the checks are not on")
 
 tokens = torch.randint(32, (2, 8))
-for rule in ("none", "post_norm", "pre_norm", "norm_agnostic"):
+for rule in RESIDUAL_STREAMS:
     config = ModelConfig(residual=rule, d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=8)
     Decoder(config).loss(tokens, tokens).backward()
 """

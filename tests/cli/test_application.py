@@ -171,3 +171,29 @@ def test_closed_pipe_is_quiet():
     os.close(write_end)
     assert result.returncode == 141
     assert result.stderr == ""
+
+
+@dataclass
+class _Options:
+    recipe: str = "tiny"
+    changes: tuple[str, ...] = ()
+    arms: str = ""
+    sweep: tuple[str, ...] = ()
+    eager: bool = False
+
+
+@pytest.mark.parametrize(
+    ("line", "arranged"),
+    [
+        ("tiny --eager steps=6", "tiny steps=6 --eager"),
+        ("--eager tiny steps=6", "tiny steps=6 --eager"),
+        ("tiny --arms low=a,high=b steps=6", "tiny steps=6 --arms low=a,high=b"),
+        ("tiny --arms=a,b steps=6", "tiny steps=6 --arms=a,b"),
+        ("tiny --sweep a=1,2 b=3,4 --eager c=5", "tiny c=5 --sweep a=1,2 b=3,4 --eager"),
+        ("--sweep a=1,2 --eager --sweep b=3 --arms x", "--sweep a=1,2 b=3 --eager --arms x"),
+        ("tiny --unknown x", "tiny --unknown x"),
+        ("-h", "-h"),
+    ],
+)
+def test_words_of_no_option_come_first_and_repeated_options_add_up(line, arranged):
+    assert application._arranged(line.split(), _Options) == arranged.split()

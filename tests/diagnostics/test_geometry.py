@@ -8,9 +8,9 @@ from torch import nn
 
 from nagnet.diagnostics.geometry import gain_by_update, gate_health, norm_by_depth, rotation_by_depth
 from nagnet.errors import UserError
-from nagnet.nn.residual import NormAgnosticResidual
+from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticResidual
 
-RULES = ["none", "post_norm", "pre_norm", "norm_agnostic"]
+RULES = list(RESIDUAL_STREAMS)
 
 
 @pytest.mark.parametrize(("modulation", "growth"), [(1.0, 8.06), (0.5, 1.77)])

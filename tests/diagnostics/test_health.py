@@ -11,8 +11,9 @@ from nagnet.diagnostics.geometry import gate_health, norm_by_depth, rotation_by_
 from nagnet.diagnostics.health import stream_health, sublayer_of, update_name
 from nagnet.diagnostics.probe import observe_updates
 from nagnet.errors import UserError
+from nagnet.nn.residual import RESIDUAL_STREAMS
 
-RULES = ["none", "post_norm", "pre_norm", "norm_agnostic"]
+RULES = list(RESIDUAL_STREAMS)
 
 
 @pytest.mark.parametrize("residual", RULES)

@@ -3,8 +3,9 @@ import torch
 
 from nagnet.diagnostics.probe import measuring, observe_gains, observe_updates
 from nagnet.errors import UserError
+from nagnet.nn.residual import RESIDUAL_STREAMS
 
-RULES = ["none", "post_norm", "pre_norm", "norm_agnostic"]
+RULES = list(RESIDUAL_STREAMS)
 
 
 @pytest.mark.parametrize("residual", RULES)

@@ -76,3 +76,8 @@ def test_arms_look_the_same_in_every_figure():
     assert len({style["color"] for style in styles.values()}) == len(styles)
     assert arm_styles(["yours", "pre_norm"])["pre_norm"] == styles["pre_norm"]
     assert arm_styles(["mine"])["mine"] == styles["mine"]
+
+
+def test_arms_without_a_colour_of_their_own_stay_apart():
+    styles = arm_styles(f"arm{i}" for i in range(15))
+    assert len({(style["color"], style["linestyle"]) for style in styles.values()}) == 15

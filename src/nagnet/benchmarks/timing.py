@@ -8,13 +8,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nagnet.errors import UserError
+from nagnet.training.environment import processor_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -94,7 +94,7 @@ def machine() -> dict[str, Any]:
     """What a reader needs to place the numbers: processor, threads, GPU, versions."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": gpu,
@@ -102,11 +102,3 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

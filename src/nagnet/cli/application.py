@@ -1,11 +1,13 @@
 """Choose the command, read its options, and turn what goes wrong into one line and an exit code."""
 
+import dataclasses
 import errno
 import importlib
+import math
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nagnet.cli.names import unknown_name
 from nagnet.cli.registry import COMMANDS
@@ -14,8 +16,6 @@ from nagnet.errors import UserError
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 128 + 2  # what a shell reports for SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # and for SIGPIPE
-
-_CHANGE = re.compile(r"[a-z][a-z0-9_.]*=")
 
 # The user's surroundings, not a fault of the program: these need a line, not a traceback.
 _ENVIRONMENT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -69,7 +69,7 @@ def _run_command(name: str, arguments: Sequence[str]) -> int | None:
             module.Options,
             prog=f"nagnet {name}",
             description=module.__doc__,
-            args=_changes_together(arguments) if hasattr(module.Options, "changes") else arguments,
+            args=_arranged(arguments, module.Options) if dataclasses.is_dataclass(module.Options) else arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
         return module.main(options)
@@ -82,13 +82,34 @@ def _run_command(name: str, arguments: Sequence[str]) -> int | None:
         ) from error
 
 
-def _changes_together(arguments: Sequence[str]) -> list[str]:
-    """Puts every KEY=VALUE behind the recipe, as the parser wants positional words in one row."""
-    first, rest = list(arguments[:1]), list(arguments[1:])
-    if not first or first[0].startswith("-"):
-        return first + rest
-    changes = [word for word in rest if _CHANGE.match(word)]
-    return first + changes + [word for word in rest if not _CHANGE.match(word)]
+def _arranged(arguments: Sequence[str], options: Any) -> list[str]:
+    """Puts the words that belong to no option first, as the parser wants them in one row, and gathers the values of an
+    option that takes several and is given more than once.
+
+    Args:
+        options: the dataclass of the command's options.
+    """
+    defaults = {f"--{field.name.replace('_', '-')}": field.default for field in dataclasses.fields(options)}
+    loose: list[str] = []
+    given: list[list[str]] = []
+    of_listed: dict[str, list[str]] = {}
+    target: list[str] = []
+    room = 0.0  # for values of the option that was read last, which are its ``target``
+    for word in arguments:
+        if word.startswith("--"):
+            default = defaults.get(word)
+            room = math.inf if isinstance(default, tuple) else 0 if isinstance(default, bool) or "=" in word else 1
+            if word not in of_listed:
+                given.append([word])
+            if isinstance(default, tuple):
+                of_listed.setdefault(word, given[-1])
+            target = of_listed.get(word, given[-1])
+        elif room:
+            target.append(word)
+            room -= 1
+        else:
+            loose.append(word)
+    return loose + [word for group in given for word in group]
 
 
 def _guarded(action: Callable[[], int | None]) -> int:

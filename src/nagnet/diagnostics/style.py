@@ -46,6 +46,7 @@ _ARMS: dict[str, LineStyle] = {
 }
 # For arms without a colour of their own, in the order in which a figure names them.
 _OTHER_COLORS = ("#AA3377", "#E69F00", "#56B4E9", "#332288", "#999933")
+_OTHER_DASHES = ("-", _DASHED, _DASH_DOT)  # from one to the next where the colours are used up
 
 
 def arm_styles(arms: Iterable[str]) -> dict[str, LineStyle]:
@@ -53,7 +54,7 @@ def arm_styles(arms: Iterable[str]) -> dict[str, LineStyle]:
 
     Args:
         arms: Names of arms. A residual rule's name has the same look in every figure; other names take the
-            remaining colours in the order given here, so name all arms of a report at once.
+            remaining colours, then dashes, in the order given here, so name all arms of a report at once.
 
     Returns:
         For each arm the keyword arguments of ``Axes.plot``: color, linestyle, linewidth (pt) and label.
@@ -63,8 +64,9 @@ def arm_styles(arms: Iterable[str]) -> dict[str, LineStyle]:
         if arm in _ARMS:
             styles[arm] = _ARMS[arm]
         elif arm not in styles:
-            color = _OTHER_COLORS[sum(name not in _ARMS for name in styles) % len(_OTHER_COLORS)]
-            styles[arm] = LineStyle(color=color, linestyle="-", linewidth=2.0, label=arm)
+            round_, index = divmod(sum(name not in _ARMS for name in styles), len(_OTHER_COLORS))
+            dashes = _OTHER_DASHES[round_ % len(_OTHER_DASHES)]
+            styles[arm] = LineStyle(color=_OTHER_COLORS[index], linestyle=dashes, linewidth=2.0, label=arm)
     return styles
 
 
