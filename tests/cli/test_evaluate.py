@@ -93,8 +93,8 @@ def test_bpb_of_an_arm_is_what_the_comparison_measured(arm, made, result):
 
 @pytest.mark.parametrize("whole", [(), ("--whole",)], ids=["held out", "whole"])
 def test_bpb_does_not_depend_on_the_batch(made, result, whole):
-    arguments = ("bpb", made / "run", "--data", made / "text", *whole)
-    numbers = [result(*arguments, "--batch-size", size)["bits_per_byte"] for size in (1, 3, 8, 1000)]
+    arguments = ("bpb", made / "run", "--data", made / "text", "--max-bytes", 3000, *whole)
+    numbers = [result(*arguments, "--batch-size", size)["bits_per_byte"] for size in (1, 3, 8)]
     np.testing.assert_allclose(numbers, numbers[0], rtol=EXACT)
 
 
