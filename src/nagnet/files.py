@@ -1,8 +1,15 @@
-"""Where derived data is cached, and writes that never leave a half-written file."""
+"""Names of what runs write, where derived data is cached, and writes that never leave a half-written file."""
 
 import os
 import tempfile
 from pathlib import Path
+
+TOKENIZER_FILE = "tokenizer.json"  # beside a model, or in the folder of its run
+RUN_FILE = "run.json"  # of a training run: recipe and config
+MODEL_FOLDER = "model"  # of a finished one
+CHECKPOINTS_FOLDER = "checkpoints"
+RECORD_FILE = "checkpoint.json"  # in each of them
+RESULT_FILE = "result.json"  # in the model folder of each arm of a comparison
 
 
 def default_cache_dir() -> Path:

@@ -155,6 +155,13 @@ def test_bad_input_is_refused(tokenizer):
         evaluate_documents(lambda tokens, targets: torch.zeros(()), DOCUMENTS, tokenizer, 8, 1)
 
 
+def test_tokens_that_leave_out_text_are_refused(tokenizer, monkeypatch):
+    plain = tokenizer.encode_batch
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: [ids[:-1] for ids in plain(texts)])
+    with pytest.raises(UserError, match="tokens of a.txt stand for 2 bytes of its 3"):
+        evaluate_documents(constant_score(1.0), [Document("a.txt", "abc")], tokenizer, 8, 1)
+
+
 def test_bits_per_byte_of_a_batch_ignores_specials_and_ignored_targets():
     token_bytes = np.array([1, 1, 3, 0])
     targets = torch.tensor([[0, 1, 3], [2, -100, 3]])

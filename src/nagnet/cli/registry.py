@@ -28,6 +28,10 @@ COMMANDS: dict[str, Command] = {
     "compare": Command("nagnet.cli.compare", "Compare arms on the same batches and FLOPs, over seeds", "train,report"),
     "extrapolate": Command("nagnet.cli.extrapolate", "Predict the gap between two arms at a larger budget"),
     "data": Command("nagnet.cli.data", "Turn text into token shards for training, and check them", extras="data"),
+    "evaluate": Command(
+        "nagnet.cli.evaluate", "Score a model: bits per byte of text, or the tasks of CORE", extras="eval"
+    ),
+    "import": Command("nagnet.cli.import_model", "Turn a checkpoint of nanochat into a model folder"),
     "bench": Command("nagnet.cli.bench", "Measure speed and memory of the update, the step and the loss"),
     "recipes": Command("nagnet.cli.recipes", "List the named experiments"),
     "toy-depth": Command(

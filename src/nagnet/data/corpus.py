@@ -169,6 +169,28 @@ def read_corpus(path: str | Path) -> Corpus:
     return split_documents(documents, source.description, dropped)
 
 
+def read_documents(path: str | Path) -> tuple[Document, ...]:
+    """Read a file or a folder of text whole, without holding anything out.
+
+    Args:
+        path: File or folder, as for ``read_corpus``.
+
+    Returns:
+        All documents, sorted by name.
+
+    Raises:
+        UserError: If the path is missing or unreadable, or holds no text.
+    """
+    source = local_source(Path(path))
+    documents, dropped = _read_all(source)
+    if not documents:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+        raise UserError(f"{path} holds no text documents (dropped: {reasons or 'none'}); give UTF-8 text")
+    if dropped:
+        logger.warning("%s: dropped documents: %s", path, dict(dropped))
+    return tuple(sorted(documents, key=lambda document: document.name))
+
+
 def _read_all(source: Source) -> tuple[list[Document], Counter[str]]:
     """Return the documents of a source and the counts of dropped ones."""
     documents: list[Document] = []

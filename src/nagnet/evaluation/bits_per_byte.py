@@ -89,7 +89,8 @@ def evaluate_documents(
         Sums per document, in the order of ``documents``.
 
     Raises:
-        UserError: If there is no text to score, a number is out of range, or ``score`` returns another shape.
+        UserError: If there is no text to score, a number is out of range, the tokens of a document do not stand for
+            every byte of it, or ``score`` returns another shape.
     """
     if seq_len < 1 or batch_size < 1:
         raise UserError(f"seq_len {seq_len} and batch_size {batch_size} must both be at least 1")
@@ -102,6 +103,7 @@ def evaluate_documents(
         np.array([tokenizer.bos_id, *ids], dtype=np.int64)
         for ids in tokenizer.encode_batch([document.text for document in documents])
     ]
+    _check_coverage(rows, documents, tokenizer)
     n_tokens = np.array([len(row) - 1 for row in rows], dtype=np.int64)
     windows = _cut_into_windows(n_tokens, seq_len)
     nats = np.zeros(len(documents), dtype=np.float64)
@@ -147,6 +149,17 @@ def documents_within(documents: Sequence[Document], max_bytes: int) -> list[Docu
             break
         chosen.add(index)
     return [document for index, document in enumerate(documents) if index in chosen]
+
+
+def _check_coverage(rows: Sequence[np.ndarray], documents: Sequence[Document], tokenizer: Tokenizer) -> None:
+    """Refuse tokens that leave out a part of the text: bits per byte would count bytes that nobody predicted."""
+    for row, document in zip(rows, documents, strict=True):
+        covered = int(tokenizer.token_bytes[row].sum())
+        if covered != document.n_bytes:
+            raise UserError(
+                f"the tokens of {document.name} stand for {covered} bytes of its {document.n_bytes}; the tokenizer "
+                "loses text, so bits per byte would be wrong"
+            )
 
 
 def _cut_into_windows(n_tokens: np.ndarray, seq_len: int) -> list[_Window]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nagnet.errors import UserError
-from nagnet.files import write_atomically
+from nagnet.files import RECORD_FILE, write_atomically
 from nagnet.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_model
 from nagnet.models.decoder import Decoder
 from nagnet.training.distributed import World, on_main
@@ -31,7 +31,6 @@ from nagnet.training.tensor_files import (
 )
 
 FORMAT = 1
-RECORD_FILE = "checkpoint.json"
 STATE_FOLDER = "training"
 _NAME = re.compile(r"step-(\d+)")
 _EXTRA = "tensors/"  # prefix of the names of a caller's own tensors

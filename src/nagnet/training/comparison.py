@@ -17,8 +17,8 @@ from nagnet.data.loader import BatchLoader, PackedTokens, encode_documents
 from nagnet.diagnostics.confidence import collect_confidence
 from nagnet.diagnostics.health import stream_health
 from nagnet.diagnostics.probe import measuring
-from nagnet.evaluation.bits_per_byte import DocumentScores, documents_within, evaluate_documents
-from nagnet.files import write_atomically
+from nagnet.evaluation.bits_per_byte import DocumentScores, documents_within
+from nagnet.files import RESULT_FILE, TOKENIZER_FILE, write_atomically
 from nagnet.generation.sampler import sample_text
 from nagnet.models.checkpoint import save_model
 from nagnet.models.flops import parameter_counts
@@ -30,14 +30,12 @@ from nagnet.training.loop import NonFiniteLoss, Trainer, interrupt_flag
 from nagnet.training.metrics import METRICS_FILE, read_metrics, to_json
 from nagnet.training.optimizer import describe_groups
 from nagnet.training.progress import Progress
+from nagnet.training.scoring import losses_of, score_documents
 from nagnet.training.text import RunText
 
-RESULT_FILE = "result.json"
-TOKENIZER_FILE = "tokenizer.json"
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 120
 SAMPLE_TEMPERATURE = 0.8
-EVAL_ROWS = 16
 CONFIDENCE_ROWS = 48
 CONFIDENCE_BYTES = 2_000_000  # of held-out text, from which the rows are taken
 FINAL_LOSS_SHARE = 0.05  # of the steps, over which the last training loss is a mean
@@ -277,17 +275,15 @@ class Comparison:
 
     def _measure(self, arm: ArmInTraining) -> dict[str, Any]:
         model, config = arm.trainer.model, arm.config
-
-        def score(tokens: Tensor, targets: Tensor) -> Tensor:
-            return model.score(tokens.to(self.device), targets.to(self.device))[0]
-
-        with Progress(f"{self.job.label}: evaluating {arm.name}", 1.0) as progress, measuring(model):
-            scores = evaluate_documents(
-                score,
+        with Progress(f"{self.job.label}: evaluating {arm.name}", 1.0) as progress:
+            scores = score_documents(
+                model,
+                losses_of(model),
                 self.text.held_out,
                 self.text.tokenizer,
                 config.seq_len,
-                EVAL_ROWS,
+                self.device,
+                World(),
                 progress=lambda done, of: progress.update(done / of),
             )
         if not math.isfinite(scores.bits_per_byte):

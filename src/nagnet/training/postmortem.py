@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nagnet.diagnostics.health import StreamObserver, update_name
 from nagnet.diagnostics.probe import UpdateStep, observe_updates
-from nagnet.files import write_atomically
+from nagnet.files import MODEL_FOLDER, write_atomically
 from nagnet.models.checkpoint import save_model
 from nagnet.models.decoder import Decoder
 from nagnet.training.distributed import gather_from_ranks, is_sharded, whole_tensor
@@ -25,7 +25,6 @@ from nagnet.training.metrics import to_json
 POSTMORTEM_FOLDER = "post-mortem"
 REPORT_FILE = "report.json"
 BATCH_FILE = "batch.safetensors"
-MODEL_FOLDER = "model"
 
 
 @dataclass

@@ -19,29 +19,25 @@ import torch
 
 from nagnet import ops
 from nagnet.diagnostics.health import stream_health
-from nagnet.diagnostics.probe import measuring
-from nagnet.evaluation.bits_per_byte import DocumentScores, evaluate_documents
-from nagnet.files import write_atomically
+from nagnet.evaluation.bits_per_byte import DocumentScores
+from nagnet.files import CHECKPOINTS_FOLDER, MODEL_FOLDER, RUN_FILE, TOKENIZER_FILE, write_atomically
 from nagnet.models.checkpoint import save_model
 from nagnet.models.flops import parameter_counts
 from nagnet.training.budget import dollars_to_finish, format_mfu, mfu
 from nagnet.training.checkpoint import Checkpoints
 from nagnet.training.compute import autocast, device_name
 from nagnet.training.config import RunConfig
-from nagnet.training.distributed import World, any_rank, gather_from_ranks, on_main
+from nagnet.training.distributed import World, any_rank, on_main
 from nagnet.training.health import HealthMonitor, describe_alarms, health_tokens
 from nagnet.training.loop import NonFiniteLoss, Trainer, interrupt_flag
 from nagnet.training.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from nagnet.training.optimizer import describe_groups, scale_rates
 from nagnet.training.postmortem import write_postmortem
 from nagnet.training.progress import Progress, format_seconds
+from nagnet.training.scoring import losses_of, score_documents
 from nagnet.training.text import RunText
 
-RUN_FILE = "run.json"
 SUMMARY_FILE = "summary.json"
-MODEL_FOLDER = "model"
-CHECKPOINTS_FOLDER = "checkpoints"
-EVAL_ROWS = 16
 LAST_ROWS = 5  # of metrics, that a post-mortem quotes
 # What may change when a run is resumed: nothing that its parameters depend on, but for rounding.
 CHANGEABLE = (
@@ -228,18 +224,11 @@ class Run:
 
     def evaluate(self) -> DocumentScores:
         """Scores the held-out documents without compilation, shared among the processes; in float32 but under fsdp."""
-        model, world = self.trainer.model, self.world
-        shared = world.size > 1 and self.config.strategy == "ddp" and len(self.text.held_out) >= world.size
-        documents = self.text.held_out[world.rank :: world.size] if shared else self.text.held_out
-        with measuring(model):
-            scores = evaluate_documents(
-                lambda tokens, targets: model.score(tokens.to(self.device), targets.to(self.device))[0],
-                documents,
-                self.text.tokenizer,
-                self.config.seq_len,
-                EVAL_ROWS,
-            )
-        return DocumentScores.concatenate(gather_from_ranks(scores)) if shared else scores
+        model, text = self.trainer.model, self.text
+        share = self.world if self.config.strategy == "ddp" else World()  # sharded models run in all processes at once
+        return score_documents(
+            model, losses_of(model), text.held_out, text.tokenizer, self.config.seq_len, self.device, share
+        )
 
     def save(self, score: float | None) -> None:
         """Writes a checkpoint; every process must call this.
@@ -323,7 +312,7 @@ class Run:
 
     def _write_record(self) -> None:
         self._write_json(RUN_FILE, self._record())
-        self.text.tokenizer.save(self.out / "tokenizer.json")
+        self.text.tokenizer.save(self.out / TOKENIZER_FILE)
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
         write_atomically(self.out / name, (json.dumps(value, indent=2) + "\n").encode())
@@ -334,7 +323,7 @@ class Run:
         def write() -> None:
             assert model is not None
             save_model(model, self.out / MODEL_FOLDER)
-            self.text.tokenizer.save(self.out / MODEL_FOLDER / "tokenizer.json")
+            self.text.tokenizer.save(self.out / MODEL_FOLDER / TOKENIZER_FILE)
 
         on_main(self.world, write)
 
