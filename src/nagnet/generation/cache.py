@@ -80,12 +80,12 @@ class KeyValueCache:
         # Padding stands where the last token does: what it computes is dropped, but must be finite.
         positions = torch.minimum(starts + columns, last).clamp(min=0)
         is_token = columns < last + 1 - starts
-        alike = width == 1 and len(set(ends)) == 1 and min(counts) == 1
+        alone = width == len(counts) == 1
         lowest = min(min(length, e - 1) for length, e in zip(self.lengths, ends, strict=True))
         by_window: dict[int, tuple[int, Tensor, Tensor | None]] = {}
         for window in set(self._windows):
             first = max(0, lowest - window + 1) if window else 0
-            allowed = None if alike else _allowed(positions, first, end, window)
+            allowed = None if alone else _allowed(positions, first, end, window)
             by_window[window] = first, torch.where(is_token, positions, end) - first, allowed
         layers = []
         for keys, values, window in zip(self._keys.unbind(), self._values.unbind(), self._windows, strict=True):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nagnet.nn.projection import Projection
 from nagnet.nn.rotary import apply_rotary
 from nagnet.nn.scale import LearnedScale
 from nagnet.ops import reference
@@ -31,9 +32,12 @@ class LayerPast(NamedTuple):
 
     def write(self, k: Float[Tensor, "b g t k"], v: Float[Tensor, "b g t k"]) -> None:
         """Keeps keys and values of this pass's tokens; all that a token costs which nobody asks anything else of."""
-        sequences = torch.arange(k.shape[0], device=k.device).unsqueeze(1)
-        self.keys.transpose(1, 2)[sequences, self.slots] = k.transpose(1, 2)
-        self.values.transpose(1, 2)[sequences, self.slots] = v.transpose(1, 2)
+        # All indices at once and no view: of these a compiler writes in place, of others it copies the whole.
+        sequences = torch.arange(k.shape[0], device=k.device).view(-1, 1, 1)
+        heads = torch.arange(k.shape[1], device=k.device).view(-1, 1)
+        slots = self.slots.unsqueeze(1)
+        self.keys[sequences, heads, slots] = k
+        self.values[sequences, heads, slots] = v
 
     def attend(self, q: Float[Tensor, "b h t k"]) -> Float[Tensor, "b h t k"]:
         """Softmax attention of queries [B, H, T, k] to the slots that they see."""
@@ -133,10 +137,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.qk_gain = qk_gain
-        self.q_proj = nn.Linear(d_model, n_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
-        self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=False)
+        self.q_proj = Projection(d_model, n_heads * head_dim)
+        self.k_proj = Projection(d_model, n_kv_heads * head_dim)
+        self.v_proj = Projection(d_model, n_kv_heads * head_dim)
+        self.out_proj = Projection(n_heads * head_dim, d_model)
         self.qk_scale = LearnedScale(n_kv_heads * head_dim, qk_gain, d_model**-0.5) if channel_scales else None
         self.window: Tensor | None
         # A tensor and not a number, so that layers with different windows share one compiled block.
