@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nagnet.errors import UserError
-from nagnet.generation.cache import KeyValueCache, extend, prefill
+from nagnet.generation.cache import KeyValueCache, prefill
+from nagnet.generation.decoding import Decoding, decode, decode_compiled
 from nagnet.generation.sampler import Sampling, draw, log_probabilities
 from nagnet.models.decoder import Decoder
 
@@ -92,7 +92,7 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         self._sampling = Sampling() if sampling is None else sampling
         self._max_new_tokens = max_new_tokens
         self._end_token = end_token
-        self._run_block = compiled_block() if compiled else None
+        self._decoding: Decoding = decode_compiled if compiled else decode
         self._excluded: Tensor | None = None
         if excluded:
             self._excluded = torch.zeros(model.config.vocab_size, dtype=torch.bool)
@@ -109,8 +109,8 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
             self._cache = None
             raise StopIteration
         with torch.no_grad():
-            direction, log_norm = self._prefill() if self._cache is None else self._step(self._cache)
-            log_probs = log_probabilities(self._model.readout(direction, log_norm), self._excluded)
+            logits, log_norm = self._prefill() if self._cache is None else self._step(self._cache)
+            log_probs = log_probabilities(logits, self._excluded)
             drawn = draw(log_probs, self._sampling, self._generators)
         self._last = drawn.tolist()
         chosen = log_probs.gather(1, drawn.unsqueeze(1)).squeeze(1).tolist()
@@ -150,18 +150,12 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         self.prompt_confidences = [
             row[: len(prompt)] for row, prompt in zip(confidences, self.prompts, strict=True)
         ]
-        return prompted.direction, prompted.log_norm
+        return self._model.readout(prompted.direction, prompted.log_norm), prompted.log_norm
 
     def _step(self, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
         counts = [int(completion.finish is None) for completion in self.completions]
         tokens = torch.tensor(self._last, device=cache.device).unsqueeze(1)
-        if self._run_block is None:
-            with torch.compiler.set_stance("force_eager"):
-                state = extend(self._model, cache, tokens, counts)
-        else:
-            state = extend(self._model, cache, tokens, counts, self._run_block)
-        direction, log_norm = state.split()
-        return direction[:, 0], log_norm[:, 0]
+        return self._decoding(self._model, cache, tokens, counts)
 
 
 def generate(
@@ -211,17 +205,6 @@ def generate_stream(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     return TokenStream(model, tokens, max_new_tokens, sampling, end_token, excluded, compiled=compiled)
-
-
-def run_block(block: Any, *arguments: Any) -> Any:
-    """A block of a decoder on one token a sequence; compiled, the same graph serves all blocks and lengths."""
-    return block.forward(*arguments)
-
-
-@functools.cache
-def compiled_block() -> Any:
-    """`run_block` compiled, once in a process."""
-    return torch.compile(run_block, fullgraph=True)
 
 
 def _as_lists(prompts: Tensor | Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
