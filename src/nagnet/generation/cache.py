@@ -43,20 +43,21 @@ class KeyValueCache:
         windows = config.sliding_windows or (0,)
         self._windows = [windows[layer % len(windows)] for layer in range(config.n_layers)]
         # One more slot than positions, which padding is written to (LayerPast).
-        shape = (config.n_layers, batch_size, config.n_kv_heads, capacity + 1, config.head_dim)
-        self._keys = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        self._values = torch.zeros_like(self._keys)
+        shape = (batch_size, config.n_kv_heads, capacity + 1, config.head_dim)
+        self._keys, self._values = (
+            [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in self._windows] for _ in range(2)
+        )
         self.lengths = [0] * batch_size
 
     def reset(self) -> None:
         """Forgets all sequences; the next ones start from position 0."""
         self.lengths = [0] * len(self.lengths)
-        self._keys.zero_()  # hidden slots are multiplied by 0, which a NaN would survive
-        self._values.zero_()
+        for tensor in (*self._keys, *self._values):
+            tensor.zero_()  # hidden slots are multiplied by 0, which a NaN would survive
 
     def bytes_read(self) -> int:
         """Bytes of keys and values that the next token of every sequence will read, its own included."""
-        per_slot = self._keys[0, 0, :, 0].numel() * self._keys.element_size() * 2
+        per_slot = 2 * self._keys[0][0, :, 0].nbytes
         return per_slot * sum(
             min(length + 1, window or length + 1) for length in self.lengths for window in self._windows
         )
@@ -88,7 +89,7 @@ class KeyValueCache:
             allowed = None if alone else _allowed(positions, first, end, window)
             by_window[window] = first, torch.where(is_token, positions, end) - first, allowed
         layers = []
-        for keys, values, window in zip(self._keys.unbind(), self._values.unbind(), self._windows, strict=True):
+        for keys, values, window in zip(self._keys, self._values, self._windows, strict=True):
             first, slots, allowed = by_window[window]
             layers.append(LayerPast(keys[:, :, first : end + 1], values[:, :, first : end + 1], slots, allowed))
         return Past(positions, end, layers)
