@@ -25,8 +25,8 @@ class DrawnToken:
     Attributes:
         token: its id.
         log_probability: of the model (at temperature 1, without limits), nats.
-        confidence: exp(s_N) where it was predicted: for a norm-agnostic model the inverse temperature of its logits, for
-            others the RMS of the stream at the end.
+        confidence: exp(s_N) where it was predicted: for a norm-agnostic model the inverse temperature of its logits,
+            for others the RMS of the stream at the end.
     """
 
     token: int
@@ -59,7 +59,9 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
     Args:
         model: runs as it is, uncompiled unless ``compiled``.
         prompts: B prompts, token ids of any lengths: lists, or int64 [B, T] or [T].
-        max_new_tokens: steps at most. A sequence ends before where the model's ``max_seq_len`` is reached.
+        max_new_tokens: steps at most.
+        context: positions at most, prompt included, at which a sequence ends. None: the model's ``max_seq_len``; more
+            extends the rotary table.
         sampling: how to draw.
         end_token: ends a sequence when it is drawn.
         excluded: tokens that are never drawn and have probability 0.
@@ -85,9 +87,12 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         excluded: Collection[int] = (),
         names: Sequence[str] | None = None,
         compiled: bool = False,
+        context: int | None = None,
     ):
         self.prompts = _as_lists(prompts)
-        _check_request(model, self.prompts, max_new_tokens, excluded, end_token)
+        self._context = model.config.max_seq_len if context is None else context
+        _check_request(self.prompts, max_new_tokens, self._context)
+        _check_ids(model.config.vocab_size, self.prompts, excluded, end_token)
         self._model = model
         self._sampling = Sampling() if sampling is None else sampling
         self._max_new_tokens = max_new_tokens
@@ -124,8 +129,7 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
 
     def stop(self, index: int) -> None:
         """Ends a sequence after its present token."""
-        if self.completions[index].finish is None:
-            self.completions[index].finish = "stopped"
+        self.completions[index].finish = "stopped"
 
     def _take(self, completion: Completion, drawn: DrawnToken, n_prompt: int) -> DrawnToken | None:
         if completion.finish is not None:
@@ -136,20 +140,18 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         completion.tokens.append(drawn)
         if len(completion.tokens) == self._max_new_tokens:
             completion.finish = "length"
-        elif n_prompt + len(completion.tokens) == self._model.config.max_seq_len:
+        elif n_prompt + len(completion.tokens) == self._context:
             completion.finish = "context"
         return drawn
 
     def _prefill(self) -> tuple[Tensor, Tensor]:
         longest = max(len(prompt) for prompt in self.prompts)
-        capacity = min(longest + self._max_new_tokens, self._model.config.max_seq_len)
+        capacity = min(longest + self._max_new_tokens, self._context)
         self._cache = KeyValueCache(self._model, len(self.prompts), capacity)
         with torch.compiler.set_stance("force_eager"):
             prompted = prefill(self._model, self._cache, self.prompts)
         confidences = prompted.log_norms.double().exp().tolist()
-        self.prompt_confidences = [
-            row[: len(prompt)] for row, prompt in zip(confidences, self.prompts, strict=True)
-        ]
+        self.prompt_confidences = [row[: len(prompt)] for row, prompt in zip(confidences, self.prompts, strict=True)]
         return self._model.readout(prompted.direction, prompted.log_norm), prompted.log_norm
 
     def _step(self, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
@@ -196,28 +198,26 @@ def generate_stream(
     end_token: int | None = None,
     excluded: Collection[int] = (),
     compiled: bool = False,
+    context: int | None = None,
 ) -> TokenStream:
     """An iterator over the steps of `generate`: a list with each sequence's next token, None where it has ended.
 
     Args:
         temperature, top_k, top_p, min_p, seed: as in `Sampling`.
-        end_token, excluded, compiled: as in `TokenStream`, as all else.
+        end_token, excluded, compiled, context: as in `TokenStream`, as all else.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-    return TokenStream(model, tokens, max_new_tokens, sampling, end_token, excluded, compiled=compiled)
+    return TokenStream(model, tokens, max_new_tokens, sampling, end_token, excluded, None, compiled, context)
 
 
 def _as_lists(prompts: Tensor | Sequence[Sequence[int]] | Sequence[int]) -> list[list[int]]:
-    rows = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+    rows: list[Any] = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
     if rows and isinstance(rows[0], int):
         rows = [rows]
     return [[int(token) for token in row] for row in rows]
 
 
-def _check_request(
-    model: Decoder, prompts: list[list[int]], max_new_tokens: int, excluded: Collection[int], end_token: int | None
-) -> None:
-    vocab_size, context = model.config.vocab_size, model.config.max_seq_len
+def _check_request(prompts: list[list[int]], max_new_tokens: int, context: int) -> None:
     if not prompts or not all(prompts):
         raise UserError("a prompt is empty; give at least one token, such as the one that begins a document")
     if max_new_tokens < 1:
@@ -225,10 +225,17 @@ def _check_request(
     longest = max(map(len, prompts))
     if longest >= context:
         raise UserError(
-            f"a prompt has {longest} tokens and the model's context {context}, so none can follow; "
-            f"give {context - 1} at most"
+            f"a prompt has {longest} tokens and the context is {context}, so none can follow; shorten the prompt to "
+            f"{context - 1} tokens, or set a longer context"
         )
-    named = {token for prompt in prompts for token in prompt} | set(excluded) | ({end_token} - {None})
+
+
+def _check_ids(vocab_size: int, prompts: list[list[int]], excluded: Collection[int], end_token: int | None) -> None:
+    named = (
+        {token for prompt in prompts for token in prompt}
+        | set(excluded)
+        | ({end_token} if end_token is not None else set())
+    )
     for token in (min(named), max(named)):
         if not 0 <= token < vocab_size:
             raise UserError(f"token id {token} is outside the vocabulary 0..{vocab_size - 1}")

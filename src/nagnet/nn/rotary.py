@@ -57,7 +57,9 @@ class RotaryTable(Float32Module):
             self._build(max(length, 2 * self.cos.shape[0]), self.cos.device)
 
 
-def apply_rotary(x: Float[Tensor, "b t h k"], cos: Float[Tensor, "*rows t p"], sin: Float[Tensor, "*rows t p"]) -> Tensor:
+def apply_rotary(
+    x: Float[Tensor, "b t h k"], cos: Float[Tensor, "*rows t p"], sin: Float[Tensor, "*rows t p"]
+) -> Tensor:
     """Turns each pair (x_i, x_{i + k/2}) of ``x`` [B, T, heads, k] by its angle: (x1 cos + x2 sin, x2 cos - x1 sin).
 
     Args:

@@ -213,20 +213,8 @@ class Checkpoints:
             return None
 
     def _verified(self, path: Path, model: Decoder) -> dict[str, Any]:
-        """Reads a checkpoint's record and checks all its files against it."""
-        record = _read_record(path)
-        for name, expected in record["files"].items():
-            file = path / name
-            if not file.is_file():
-                raise UserError(f"{file} is missing; use another checkpoint")
-            if file.stat().st_size != expected["bytes"] or _sha256(file) != expected["sha256"]:
-                raise UserError(f"{file} is damaged: it is not as it was written; use another checkpoint")
-            if file.suffix == ".safetensors":
-                check_tensor_file(file)
-        present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
-        foreign = sorted(present - set(record["files"]) - {RECORD_FILE})
-        if foreign:
-            raise UserError(f"{path / foreign[0]} is no part of the checkpoint; move it elsewhere")
+        """Reads a checkpoint's record; checks all its files, and that it is of this model and config."""
+        record = verify_files(path)
         try:
             model_config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -238,6 +226,28 @@ class Checkpoints:
             if changed := _differences(there, here):
                 raise UserError(f"{path} is of another {what}: {'; '.join(changed)}")
         return record
+
+
+def verify_files(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint's record and checks all its files against it.
+
+    Raises:
+        UserError: for a file that is missing, damaged or no part of it.
+    """
+    record = _read_record(path)
+    for name, expected in record["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise UserError(f"{file} is missing; use another checkpoint")
+        if file.stat().st_size != expected["bytes"] or _sha256(file) != expected["sha256"]:
+            raise UserError(f"{file} is damaged: it is not as it was written; use another checkpoint")
+        if file.suffix == ".safetensors":
+            check_tensor_file(file)
+    present = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+    foreign = sorted(present - set(record["files"]) - {RECORD_FILE})
+    if foreign:
+        raise UserError(f"{path / foreign[0]} is no part of the checkpoint; move it elsewhere")
+    return record
 
 
 def _as_parallel(model: Parallel | Decoder) -> Parallel:
