@@ -30,7 +30,9 @@ def test_greedy_equals_whole_passes(build, residual):
     model = build(residual=residual)
     for prompt, completion in zip(PROMPTS, generate(model, PROMPTS, 7, temperature=0), strict=True):
         assert completion.finish == "length"
-        for drawn, (token, log_probability, confidence) in zip(completion.tokens, followed(model, prompt, 7)):
+        for drawn, (token, log_probability, confidence) in zip(
+            completion.tokens, followed(model, prompt, 7), strict=True
+        ):
             assert drawn.token == token
             assert drawn.log_probability == pytest.approx(log_probability, rel=1e-10)
             assert drawn.confidence == pytest.approx(confidence, rel=1e-10)

@@ -10,12 +10,15 @@ from nagnet.generation.engine import DrawnToken
 from nagnet.generation.sampler import Sampling
 from nagnet.generation.text import TextStream, complete_texts
 
-TEXTS = ["plain words, and more words", "e-acute \u00e9 \u00e9, a house \u5bb6, \U0001f600 and \u0000 in a\u0301 row\n\n"]
+TEXTS = [
+    "plain words, and more words",
+    "e-acute \u00e9 \u00e9, a house \u5bb6, \U0001f600 and \u0000 in a\u0301 row\n\n",
+]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["plain words and more words, words and words"] * 3, 280)
+    return train_tokenizer(["plain words and more words, words and words"] * 3, 270)
 
 
 def stream_text(tokenizer, ids, stop=()):
@@ -78,9 +81,7 @@ def test_only_a_possible_stop_string_is_held_back(tokenizer):
     released = [
         "".join(piece.text for piece in stream.push(DrawnToken(tokenizer.encode(c)[0], 0.0, 1.0))) for c in "is sto-st"
     ]
-    assert released == ["i", "", "s ", "", "", "", "sto-", "", ""][: len(released)] or released == [
-        "i", "", "s ", "", "", "", "sto-", "", "",
-    ]
+    assert released == ["i", "", "s ", "", "", "", "sto-", "", ""]
     assert "".join(piece.text for piece in stream.close()) == "st"
 
 
@@ -93,16 +94,19 @@ def test_an_empty_stop_string_is_refused(tokenizer):
 def padded(build, tokenizer):
     """A model with more ids than the tokenizer, one of them by far the likeliest."""
     model = build(vocab_size=tokenizer.vocab_size + 20, max_seq_len=64, residual="pre_norm")
-    direction = model.readout.weight.data.mean(0)
-    model.readout.weight.data[tokenizer.vocab_size + 10] += 50 * direction
+
+    def favour(module, inputs, logits):
+        logits[..., tokenizer.vocab_size + 10] += 50
+
+    model.readout.register_forward_hook(favour)
     return model
 
 
 def test_padded_ids_are_never_drawn(padded, tokenizer):
-    prompts = ["plain words", "and"] * 10
+    prompts = ["plain words", "and"] * 6
     results = complete_texts(padded, tokenizer, prompts, 20, Sampling(3.0))
     ids = list(itertools.chain.from_iterable(result.completion.ids for result in results))
-    assert len(ids) > 100 and max(ids) < tokenizer.vocab_size and tokenizer.bos_id not in ids
+    assert len(ids) > 60 and max(ids) < tokenizer.vocab_size and tokenizer.bos_id not in ids
     finishes = {result.completion.finish for result in results}
     assert "end" in finishes  # the token that begins a document ends a text
     on = complete_texts(padded, tokenizer, prompts, 20, Sampling(3.0), past_the_end=True)
@@ -134,5 +138,5 @@ def test_empty_prompt_is_refused(padded, tokenizer):
 
 
 def test_a_tokenizer_too_large_is_refused(build, tokenizer):
-    with pytest.raises(UserError, match="the tokenizer has 280 ids and the model 32"):
+    with pytest.raises(UserError, match="the tokenizer has 270 ids and the model 32"):
         complete_texts(build(), tokenizer, ["a"], 3)
