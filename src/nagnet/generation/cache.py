@@ -42,8 +42,9 @@ class KeyValueCache:
         self.device = weight.device
         windows = config.sliding_windows or (0,)
         self._windows = [windows[layer % len(windows)] for layer in range(config.n_layers)]
-        # One more slot than positions, which padding is written to (LayerPast).
-        shape = (batch_size, config.n_kv_heads, capacity + 1, config.head_dim)
+        # One more slot than positions, which padding is written to (LayerPast), and one before them that is not used:
+        # of a view without an offset a compiler makes a graph of its own, and windows move the offset.
+        shape = (batch_size, config.n_kv_heads, capacity + 2, config.head_dim)
         self._keys, self._values = (
             [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in self._windows] for _ in range(2)
         )
@@ -91,7 +92,8 @@ class KeyValueCache:
         layers = []
         for keys, values, window in zip(self._keys, self._values, self._windows, strict=True):
             first, slots, allowed = by_window[window]
-            layers.append(LayerPast(keys[:, :, first : end + 1], values[:, :, first : end + 1], slots, allowed))
+            seen = slice(first + 1, end + 2)
+            layers.append(LayerPast(keys[:, :, seen], values[:, :, seen], slots, allowed))
         return Past(positions, end, layers)
 
     def advance(self, counts: Sequence[int]) -> None:
