@@ -15,10 +15,12 @@ from nagnet.generation.cache import KeyValueCache, prefill
 from nagnet.generation.decoding import Decoding, decode, decode_compiled
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.ops.matvec import matvec
 
 MODEL = ModelConfig(d_model=768, n_layers=12, n_heads=12, vocab_size=32_768, max_seq_len=1024, n_directions=32)
 ARMS = ("norm_agnostic", "pre_norm")
 COPIED_BYTES = 2**28  # far beyond any cache
+PRODUCT_BYTES = 2**27  # of the matrices that a product is timed on
 CONTEXT = 256
 
 
@@ -86,6 +88,45 @@ def bench_decoding(
         "arms": arms,
         "ratio": ours / twin,
     }
+
+
+def bench_products(
+    model_config: ModelConfig, dtype: torch.dtype, device: torch.device, repeats: int, compiled: bool = True
+) -> list[dict[str, Any]]:
+    """Times the product of one row with the matrices of a model's shapes: the library's, and `matvec` compiled.
+
+    Returns:
+        Per shape and product: ``bytes`` of the matrices, seconds, bytes per second and ``share_of_copy``, as above.
+    """
+    d, d_ff, vocab_size = model_config.d_model, model_config.d_ff, model_config.vocab_size
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    functions: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
+    sizes = {}
+    products = {"library": torch.nn.functional.linear, "matvec": matvec}
+    for shape in ((d, d), (d_ff, d), (d, d_ff), (vocab_size, d)):
+        one = torch.randn(shape, device=device).to(dtype)
+        matrices = [one.clone() for _ in range(max(1, PRODUCT_BYTES // one.nbytes))]
+        row = torch.randn(1, shape[1], device=device).to(dtype)
+        for name, product in products.items():
+            traced = torch.compile(product, dynamic=False) if compiled and name == "matvec" else product
+            key = f"{shape[0]} x {shape[1]}, {name}"
+            functions[key] = functools.partial(_each, traced, row, matrices)
+            sizes[key] = len(matrices) * one.nbytes
+    with torch.no_grad():
+        timings = interleave(functions, repeats)
+    bandwidth = 2 * COPIED_BYTES / timings["copy"].median
+    rows = []
+    for key, size in sizes.items():
+        rate = size / timings[key].median
+        row = {"name": key, "bytes": size, "seconds": timings[key].to_dict(), "bytes_per_second": rate}
+        rows.append(row | {"share_of_copy": rate / bandwidth})
+    return rows
+
+
+def _each(product: Callable[[Tensor, Tensor], Tensor], row: Tensor, matrices: list[Tensor]) -> None:
+    for matrix in matrices:
+        product(row, matrix)
 
 
 @torch.no_grad()

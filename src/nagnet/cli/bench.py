@@ -108,13 +108,16 @@ def _training_loop(options: Options, device: Any) -> Any:
 
 
 def _decoding(options: Options, device: Any) -> Any:
-    from nagnet.benchmarks.decoding import CONTEXT, MODEL, bench_decoding
+    from nagnet.benchmarks.decoding import CONTEXT, MODEL, bench_decoding, bench_products
     from nagnet.benchmarks.timing import DTYPES
 
-    return [
-        bench_decoding(MODEL, DTYPES[options.dtype], size, options.seq_len or CONTEXT, device, options.repeats)
-        for size in ((1, 8) if options.batch_size is None else (options.batch_size,))
-    ]
+    dtype, repeats = DTYPES[options.dtype], options.repeats
+    sizes = (1, 8) if options.batch_size is None else (options.batch_size,)
+    context = options.seq_len or CONTEXT
+    return {
+        "steps": [bench_decoding(MODEL, dtype, size, context, device, repeats) for size in sizes],
+        "products": bench_products(MODEL, dtype, device, repeats),
+    }
 
 
 def _loss(options: Options, device: Any) -> Any:
@@ -199,9 +202,9 @@ def _loop_lines(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _decoding_lines(results: list[dict[str, Any]]) -> list[str]:
+def _decoding_lines(results: dict[str, Any]) -> list[str]:
     lines = []
-    for result in results:
+    for result in results["steps"]:
         lines.append(
             f"  {result['shape']}, {result['dtype']}, batch {result['batch_size']} at {result['context']} tokens; copy "
             f"{result['copy_bytes_per_second'] / 1e9:.1f} GB/s"
@@ -214,6 +217,9 @@ def _decoding_lines(results: list[dict[str, Any]]) -> list[str]:
                 f"{row['first_step_seconds']:.0f} s"
             )
         lines.append(f"  norm_agnostic / pre_norm: {result['ratio']:.3f}")
+    for row in results["products"]:
+        share = f"{row['bytes_per_second'] / 1e9:6.2f} GB/s, {row['share_of_copy']:.2f} of copy"
+        lines.append(f"  one row times {row['name']:22} {_milliseconds(row['seconds'])}  {share}")
     return lines
 
 
