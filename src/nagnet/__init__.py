@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nagnet.diagnostics.geometry import gate_health as gate_health
+    from nagnet.generation.engine import generate as generate
+    from nagnet.generation.engine import generate_stream as generate_stream
     from nagnet.models.checkpoint import load_model as load_model
     from nagnet.models.checkpoint import save_model as save_model
     from nagnet.models.config import ModelConfig as ModelConfig
@@ -35,6 +37,8 @@ _MODULES = {
     "centre_rows_": "nagnet.nn.residual",
     "constrain_after_step": "nagnet.training.optimizer",
     "gate_health": "nagnet.diagnostics.geometry",
+    "generate": "nagnet.generation.engine",
+    "generate_stream": "nagnet.generation.engine",
     "load_model": "nagnet.models.checkpoint",
     "parameter_groups": "nagnet.training.optimizer",
     "save_model": "nagnet.models.checkpoint",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nagnet.benchmarks import residual_update, training_loop, training_step
+from nagnet.benchmarks import decoding, residual_update, training_loop, training_step
 from nagnet.benchmarks.timing import interleave, kept_bytes, machine
 from nagnet.cli.application import run
 from nagnet.errors import UserError
@@ -92,3 +92,31 @@ def test_loop_is_timed_beside_a_minimal_one(monkeypatch):
     assert result["throughput"] == seconds["minimal"]["median"] / seconds["trainer"]["median"]
     assert 0 < result["beside_computing"] < 1 and result["per_interval"]["health"] > 0
     assert result["loader"]["tokens_per_second"] > 0
+
+
+def test_decoding_counts_what_a_step_reads(monkeypatch):
+    monkeypatch.setattr(decoding, "COPIED_BYTES", 4096)
+    tiny = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, n_directions=2)
+    result = decoding.bench_decoding(tiny, torch.float32, 3, 5, CPU, repeats=2, compiled=False)
+    ours, twin = (result["arms"][arm] for arm in ("norm_agnostic", "pre_norm"))
+    matrices, readout, cache = 2 * 12 * 16 * 16, 32 * 16, 3 * 6 * 2 * 2 * 16
+    assert twin["bytes"] == 4 * (matrices + readout + cache)
+    assert ours["bytes"] - twin["bytes"] == 4 * (4 * (2 * 16 + 2 + 2 + 1 + 1) + 1)  # modulators, alpha, G_encode
+    assert ours["share_of_bound"] == ours["bound"] / ours["uncompiled_seconds"]["median"]
+    assert result["ratio"] == ours["uncompiled_seconds"]["median"] / twin["uncompiled_seconds"]["median"]
+    assert ours["bound"] == ours["bytes"] / result["copy_bytes_per_second"]
+    half = decoding.bench_decoding(tiny, torch.bfloat16, 3, 5, CPU, repeats=2, compiled=False)
+    assert half["arms"]["pre_norm"]["bytes"] == 2 * (matrices + cache) + 4 * readout
+
+
+def test_products_count_the_bytes_of_their_matrices(monkeypatch):
+    monkeypatch.setattr(decoding, "COPIED_BYTES", 4096)
+    monkeypatch.setattr(decoding, "PRODUCT_BYTES", 2 * 4 * 16 * 16)
+    tiny = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=1024, n_directions=2)
+    rows = decoding.bench_products(tiny, torch.float32, CPU, repeats=2, compiled=False)
+    assert [row["name"] for row in rows][:2] == ["16 x 16, library", "16 x 16, matvec"]
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["16 x 16, matvec"]["bytes"] == 2 * 4 * 16 * 16
+    assert by_name["1024 x 16, library"]["bytes"] == 4 * 1024 * 16
+    for row in rows:
+        assert row["bytes_per_second"] == row["bytes"] / row["seconds"]["median"]

@@ -201,3 +201,12 @@ def test_a_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"pip install 'nagnet\[train\]'"):
         train_tokenizer(TEXTS, 300)
+
+
+@pytest.mark.parametrize("text", ["words and words", "\u00e9\u5bb6\U0001f600\x00\xad\u0301\n"])
+def test_contents_are_the_bytes_of_the_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert b"".join(tokenizer.contents[token] for token in ids) == text.encode()
+    assert tokenizer.contents[tokenizer.bos_id] == b""
+    assert [len(content) for content in tokenizer.contents] == tokenizer.token_bytes.tolist()
+    assert {content for content in tokenizer.contents if len(content) == 1} == {bytes([b]) for b in range(256)}

@@ -1,7 +1,7 @@
 """Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
 
-Benchmarks: residual_update, training_step, kept_bytes, training_loop, loss, compile_time,
-or all. Expect one to five minutes each.
+Benchmarks: residual_update, training_step, kept_bytes, training_loop, decoding, loss,
+compile_time, or all. Expect one to five minutes each.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ class Options:
     """What to measure."""
 
     benchmark: tyro.conf.Positional[
-        Literal["residual_update", "training_step", "kept_bytes", "training_loop", "loss", "compile_time", "all"]
+        Literal[
+            "residual_update", "training_step", "kept_bytes", "training_loop", "decoding", "loss", "compile_time", "all"
+        ]
     ] = "residual_update"
     """Which benchmark."""
     shape: Literal["12x512", "24x128"] = "12x512"
     """Model of training_step and kept_bytes, blocks x width."""
     batch_size: int | None = None
-    """Sequences of training_step and kept_bytes; default: the shape's."""
+    """Sequences of training_step and kept_bytes (default: the shape's) and of decoding (default: 1, then 8)."""
     seq_len: int | None = None
-    """Tokens per sequence of training_step and kept_bytes; default: the shape's."""
+    """Tokens per sequence of training_step and kept_bytes (default: the shape's); already there in decoding (256)."""
     rows: int = 16384
     """Tokens of residual_update."""
     d_model: int = 640
     """Width of residual_update."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the stream (residual_update) or of the products (training_step)."""
+    """Type of the stream (residual_update), of the products (training_step) or of the blocks' matrices (decoding)."""
     repeats: int = 10
     """Timed rounds."""
     keep_freed_memory: bool = False
@@ -105,6 +107,19 @@ def _training_loop(options: Options, device: Any) -> Any:
     ]
 
 
+def _decoding(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.decoding import CONTEXT, MODEL, bench_decoding, bench_products
+    from nagnet.benchmarks.timing import DTYPES
+
+    dtype, repeats = DTYPES[options.dtype], options.repeats
+    sizes = (1, 8) if options.batch_size is None else (options.batch_size,)
+    context = options.seq_len or CONTEXT
+    return {
+        "steps": [bench_decoding(MODEL, dtype, size, context, device, repeats) for size in sizes],
+        "products": bench_products(MODEL, dtype, device, repeats),
+    }
+
+
 def _loss(options: Options, device: Any) -> Any:
     from nagnet.benchmarks.loss import bench_loss, bench_loss_time
 
@@ -125,6 +140,7 @@ _BENCHMARKS = {
     "training_step": _training_step,
     "kept_bytes": _kept_bytes,
     "training_loop": _training_loop,
+    "decoding": _decoding,
     "loss": _loss,
     "compile_time": _compile_time,
 }
@@ -186,6 +202,27 @@ def _loop_lines(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _decoding_lines(results: dict[str, Any]) -> list[str]:
+    lines = []
+    for result in results["steps"]:
+        lines.append(
+            f"  {result['shape']}, {result['dtype']}, batch {result['batch_size']} at {result['context']} tokens; copy "
+            f"{result['copy_bytes_per_second'] / 1e9:.1f} GB/s"
+        )
+        for arm, row in result["arms"].items():
+            lines.append(
+                f"  {arm:14} {_milliseconds(row['seconds'])}  {row['tokens_per_second']:,.1f} tokens/s, "
+                f"{row['share_of_bound']:.2f} of the bound of {1000 * row['bound']:.1f} ms ({row['bytes'] / 1e6:,.0f} "
+                f"MB); uncompiled {1000 * row['uncompiled_seconds']['median']:.1f} ms; first step "
+                f"{row['first_step_seconds']:.0f} s"
+            )
+        lines.append(f"  norm_agnostic / pre_norm: {result['ratio']:.3f}")
+    for row in results["products"]:
+        share = f"{row['bytes_per_second'] / 1e9:6.2f} GB/s, {row['share_of_copy']:.2f} of copy"
+        lines.append(f"  one row times {row['name']:22} {_milliseconds(row['seconds'])}  {share}")
+    return lines
+
+
 def _loss_lines(result: dict[str, Any]) -> list[str]:
     memory = "  " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in result["memory"].items())
     return [memory, *(f"  {row['name']:20} {_milliseconds(row['seconds'])}" for row in result["time"])]
@@ -201,6 +238,7 @@ _LINES = {
     "training_step": _step_lines,
     "kept_bytes": _kept_lines,
     "training_loop": _loop_lines,
+    "decoding": _decoding_lines,
     "loss": _loss_lines,
     "compile_time": _compile_lines,
 }

@@ -39,6 +39,11 @@ SPLIT_PATTERN = (
     r"|\s{0,RUN}[\r\n]|\s{1,RUN}(?!\S)|\s{1,RUN}"
 ).replace("RUN", str(_LONGEST_RUN))
 
+# The byte-level alphabet of GPT-2: printable bytes of Latin-1 stand for themselves, the others follow from U+0100.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(N_BYTES) if byte not in _PRINTABLE)
+_BYTE_OF_SYMBOL = {chr(byte): byte for byte in _PRINTABLE} | {chr(N_BYTES + i): byte for i, byte in enumerate(_OTHERS)}
+
 
 class Tokenizer:
     """Text to token ids and back, without loss.
@@ -135,6 +140,15 @@ class Tokenizer:
             if token != self.bos_id:
                 counts[token] = len(symbols)  # the byte-level alphabet writes each byte as one character
         return counts
+
+    @cached_property
+    def contents(self) -> list[bytes]:
+        """The bytes that each id stands for, by id; none for special ids. Text is their sum, decoded as UTF-8."""
+        contents = [b""] * self.vocab_size
+        for symbols, token in self._backend.get_vocab().items():
+            if token != self.bos_id:
+                contents[token] = bytes(_BYTE_OF_SYMBOL[symbol] for symbol in symbols)
+        return contents
 
     @cached_property
     def content_hash(self) -> str:

@@ -1,1 +1,1 @@
-"""Text from a model."""
+"""Tokens and text from a model, with a cache of keys and values."""

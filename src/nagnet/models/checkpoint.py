@@ -63,7 +63,13 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Decode
         tensors = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     except (json.JSONDecodeError, UnicodeDecodeError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder} is damaged ({error}); save the model again") from error
-    model = Decoder(ModelConfig.from_dict(values), seed=0)
+    try:
+        config = ModelConfig.from_dict(values)
+    except UserError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:  # JSON, but not of this kind
+        raise UserError(f"{folder / CONFIG_FILE} is damaged ({error}); save the model again") from error
+    model = Decoder(config, seed=0)
     if model.config.tie_embeddings and "embedding.weight" in tensors:
         tensors[_TIED] = tensors["embedding.weight"]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
 from nagnet.models.initialization import EMBEDDING_STD, READOUT_STD, TIED_STD, initialize_, initialize_rows_
-from nagnet.nn.attention import Attention
+from nagnet.nn.attention import Attention, LayerPast, Past
 from nagnet.nn.mlp import MLPS
 from nagnet.nn.precision import Float32Embedding
 from nagnet.nn.readout import Readout
@@ -55,9 +56,10 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         key_mask: Tensor | None = None,
+        past: LayerPast | None = None,
     ) -> tuple[Any, Tensor | None, Tensor | None]:
         """Takes state, reading [B, T, d] and gain [B, T] of the attention update; returns those of ``following``."""
-        branch = self.attention(reading, cos, sin, key_mask)
+        branch = self.attention(reading, cos, sin, key_mask, past)
         state, mlp_reading, mlp_gain = attention_update.advance(state, branch, gain, mlp_update)
         return mlp_update.advance(state, self.mlp(mlp_reading), mlp_gain, following)
 
@@ -100,11 +102,20 @@ class Decoder(nn.Module):
         if not tied:
             initialize_rows_(self.readout.weight, READOUT_STD, seed, "readout.weight")
 
-    def trunk(self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None) -> Any:
+    def trunk(
+        self,
+        tokens: Int[Tensor, "b t"],
+        key_mask: Tensor | None = None,
+        past: Past | None = None,
+        run_block: Callable[..., Any] | None = None,
+    ) -> Any:
         """Runs all blocks.
 
         Args:
             tokens: [B, T] integers below vocab_size. key_mask: bool [B, T], False hides a position from all others.
+            past: earlier tokens of the same sequences, which the layers see and to which they add these
+                (`nagnet.generation.cache`). It has a mask of its own: no ``key_mask`` beside it.
+            run_block: called with a block and its arguments, in place of the block.
 
         Returns:
             The state of the residual stream after the last update; ``.split()`` gives direction and log norm.
@@ -119,14 +130,19 @@ class Decoder(nn.Module):
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
                 raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
-        cos, sin = self.rotary(tokens.shape[1])
+        if past is None:
+            cos, sin = self.rotary(tokens.shape[1])
+        else:
+            cos, sin = self.rotary.at(past.positions, past.end)
         updates = self.stream.updates
         state = self.stream.begin(self.embedding(tokens).to(self._stream_dtype()))
         reading, gain = updates[0].read(state), updates[0].gain(state)
         checkpointing = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
-            run = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
+            run = block if run_block is None else functools.partial(run_block, block)
+            if checkpointing:
+                run = functools.partial(checkpoint, run, use_reentrant=False)
             state, reading, gain = run(
                 state,
                 reading,
@@ -137,6 +153,7 @@ class Decoder(nn.Module):
                 cos,
                 sin,
                 key_mask,
+                None if past is None else past.layers[index],
             )
         return state
 
@@ -147,9 +164,11 @@ class Decoder(nn.Module):
             return torch.get_autocast_dtype(weight.device.type)
         return weight.dtype
 
-    def forward(self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None) -> Float[Tensor, "b t v"]:
-        """Logits [B, T, V] in float32 for tokens [B, T]."""
-        return self.readout(*self.trunk(tokens, key_mask).split())
+    def forward(
+        self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Float[Tensor, "b t v"]:
+        """Logits [B, T, V] in float32 for tokens [B, T]; arguments as `trunk`."""
+        return self.readout(*self.trunk(tokens, key_mask, past).split())
 
     def summed_loss(
         self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]

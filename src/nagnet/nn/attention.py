@@ -2,13 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
+from nagnet.nn.projection import Projection
 from nagnet.nn.rotary import apply_rotary
 from nagnet.nn.scale import LearnedScale
 from nagnet.ops import reference
 from nagnet.typing import Float
+
+
+class LayerPast(NamedTuple):
+    """What one layer keeps of earlier tokens, and where the tokens of this pass belong in it.
+
+    Attributes:
+        keys, values: [B, G, S + 1, k], written in place. Slots 0..S-1 hold positions in their order; slot S takes what
+            is written for padding and is never read.
+        slots: int64 [B, T], the slot of each token of this pass, S for padding.
+        allowed: bool [B, 1, T, S], the slots that each token sees; None where every token sees all.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    allowed: Tensor | None
+
+    def write(self, k: Float[Tensor, "b g t k"], v: Float[Tensor, "b g t k"]) -> None:
+        """Keeps keys and values of this pass's tokens; all that a token costs which nobody asks anything else of."""
+        # All indices at once and no view: of these a compiler writes in place, of others it copies the whole.
+        sequences = torch.arange(k.shape[0], device=k.device).view(-1, 1, 1)
+        heads = torch.arange(k.shape[1], device=k.device).view(-1, 1)
+        slots = self.slots.unsqueeze(1)
+        self.keys[sequences, heads, slots] = k
+        self.values[sequences, heads, slots] = v
+
+    def attend(self, q: Float[Tensor, "b h t k"]) -> Float[Tensor, "b h t k"]:
+        """Softmax attention of queries [B, H, T, k] to the slots that they see."""
+        return grouped_attention(q, self.keys[:, :, :-1], self.values[:, :, :-1], self.allowed)
+
+
+class Past(NamedTuple):
+    """Where the tokens of one pass stand, and what each layer keeps of earlier ones.
+
+    Attributes:
+        positions: int64 [B, T]. end: above all of them.
+        layers: one a block.
+    """
+
+    positions: Tensor
+    end: int
+    layers: Sequence[LayerPast]
+
+
+def grouped_attention(
+    q: Float[Tensor, "b h t k"],
+    k: Float[Tensor, "b g s k"],
+    v: Float[Tensor, "b g s k"],
+    allowed: Tensor | None = None,
+) -> Float[Tensor, "b h t k"]:
+    """Softmax attention where the query heads of a group are further queries to the keys of one head.
+
+    Args:
+        q: [B, H, T, k]. k, v: [B, G, S, k], G dividing H; never copied for the heads of a group.
+        allowed: bool [B, 1, T, S], at least one key a query; None: every query sees all.
+    """
+    heads = q.shape[1] // k.shape[1]
+    if allowed is not None and q.shape[2] > 1:
+        allowed = allowed.repeat(1, 1, heads, 1)
+    queries = q.reshape(q.shape[0], k.shape[1], heads * q.shape[2], q.shape[3])
+    return nn.functional.scaled_dot_product_attention(queries, k, v, attn_mask=allowed).reshape(q.shape)
 
 
 def causal_attention(
@@ -72,10 +137,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.qk_gain = qk_gain
-        self.q_proj = nn.Linear(d_model, n_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(d_model, n_kv_heads * head_dim, bias=False)
-        self.out_proj = nn.Linear(n_heads * head_dim, d_model, bias=False)
+        self.q_proj = Projection(d_model, n_heads * head_dim)
+        self.k_proj = Projection(d_model, n_kv_heads * head_dim)
+        self.v_proj = Projection(d_model, n_kv_heads * head_dim)
+        self.out_proj = Projection(n_heads * head_dim, d_model)
         self.qk_scale = LearnedScale(n_kv_heads * head_dim, qk_gain, d_model**-0.5) if channel_scales else None
         self.window: Tensor | None
         # A tensor and not a number, so that layers with different windows share one compiled block.
@@ -98,14 +163,35 @@ class Attention(nn.Module):
         gain = self._heads(self.qk_scale().to(heads.dtype))
         return heads * gain.repeat_interleave(heads.shape[-2] // gain.shape[0], dim=0)
 
-    def forward(
-        self, x: Float[Tensor, "b t d"], cos: Tensor, sin: Tensor, key_mask: Tensor | None = None
-    ) -> Float[Tensor, "b t d"]:
-        """Returns the branch [B, T, d] for readings ``x`` [B, T, d] and rotary tables ``cos``, ``sin`` [T, k/2]."""
-        q = self._normalise(self.q_proj(x), cos, sin)
+    def queries(self, x: Float[Tensor, "b t d"], cos: Tensor, sin: Tensor) -> Float[Tensor, "b h t k"]:
+        """Queries [B, H, T, k] of readings [B, T, d]."""
+        return self._normalise(self.q_proj(x), cos, sin).transpose(1, 2)
+
+    def keys_and_values(self, x: Float[Tensor, "b t d"], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, [B, G, T, k] each, of readings [B, T, d]."""
         k = self._normalise(self.k_proj(x), cos, sin)
-        v = self._heads(self.v_proj(x))
-        mixed = causal_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2).to(q.dtype), self.window, key_mask
-        )
+        return k.transpose(1, 2), self._heads(self.v_proj(x)).transpose(1, 2).to(k.dtype)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b t d"],
+        cos: Tensor,
+        sin: Tensor,
+        key_mask: Tensor | None = None,
+        past: LayerPast | None = None,
+    ) -> Float[Tensor, "b t d"]:
+        """Returns the branch [B, T, d].
+
+        Args:
+            x: readings [B, T, d]. cos, sin: rotary tables [T, k/2] or [B, T, k/2].
+            key_mask: bool [B, T], False hides a position; for a pass without a past.
+            past: earlier tokens, to which those of this pass are added. It knows the window.
+        """
+        q = self.queries(x, cos, sin)
+        k, v = self.keys_and_values(x, cos, sin)
+        if past is None:
+            mixed = causal_attention(q, k, v, self.window, key_mask)
+        else:
+            past.write(k, v)
+            mixed = past.attend(q)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from nagnet.nn.projection import Projection
 from nagnet.nn.scale import LearnedScale, scaled
 from nagnet.typing import Float
 
@@ -23,8 +24,8 @@ class SquaredReLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, channel_scales: bool = False):
         super().__init__()
-        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.out_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.up_proj = Projection(d_model, d_ff)
+        self.out_proj = Projection(d_ff, d_model)
         self.up_scale = _channel_scale(d_ff, channel_scales)
 
     def forward(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
@@ -41,9 +42,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, channel_scales: bool = False):
         super().__init__()
-        self.up_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.gate_proj = nn.Linear(d_model, d_ff, bias=False)
-        self.out_proj = nn.Linear(d_ff, d_model, bias=False)
+        self.up_proj = Projection(d_model, d_ff)
+        self.gate_proj = Projection(d_model, d_ff)
+        self.out_proj = Projection(d_ff, d_model)
         self.up_scale = _channel_scale(d_ff, channel_scales)
         self.gate_scale = _channel_scale(d_ff, channel_scales)
 

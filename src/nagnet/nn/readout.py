@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from nagnet import ops
 from nagnet.errors import UserError
 from nagnet.nn.precision import Float32Module
 from nagnet.nn.scale import LearnedScale
@@ -109,7 +110,9 @@ class Readout(Float32Module):
         """Returns logits [..., V], float32 or wider."""
         hidden = self.scaled(direction, log_norm)
         with torch.autocast(device_type=direction.device.type, enabled=False):
-            logits = nn.functional.linear(hidden, self._rows(hidden.dtype))
+            logits = ops.project(hidden, self.weight.to(hidden.dtype))
+        if self.entry_scale is not None:  # on V logits and not on V x d rows
+            logits = logits * self.entry_scale().to(logits.dtype)
         return loss.capped(logits, self.config.softcap)
 
     def scaled(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nagnet.errors import UserError
 from nagnet.nn.precision import Float32Module
-from nagnet.typing import Float
+from nagnet.typing import Float, Int
 
 
 class RotaryTable(Float32Module):
@@ -44,13 +44,27 @@ class RotaryTable(Float32Module):
     def forward(self, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """Cosine and sine [length, head_dim / 2] of positions ``start .. start + length - 1``."""
         end = start + length
-        if end > self.cos.shape[0]:
-            self._build(max(end, 2 * self.cos.shape[0]), self.cos.device)
+        self._grow(end)
         return self.cos[start:end], self.sin[start:end]
 
+    def at(self, positions: Int[Tensor, "b t"], end: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [B, T, head_dim / 2] of ``positions`` [B, T], all of them below ``end``."""
+        self._grow(end)
+        return self.cos[positions], self.sin[positions]
 
-def apply_rotary(x: Float[Tensor, "b t h k"], cos: Float[Tensor, "t p"], sin: Float[Tensor, "t p"]) -> Tensor:
-    """Turns each pair (x_i, x_{i + k/2}) of ``x`` [B, T, heads, k] by its angle: (x1 cos + x2 sin, x2 cos - x1 sin)."""
+    def _grow(self, length: int) -> None:
+        if length > self.cos.shape[0]:
+            self._build(max(length, 2 * self.cos.shape[0]), self.cos.device)
+
+
+def apply_rotary(
+    x: Float[Tensor, "b t h k"], cos: Float[Tensor, "*rows t p"], sin: Float[Tensor, "*rows t p"]
+) -> Tensor:
+    """Turns each pair (x_i, x_{i + k/2}) of ``x`` [B, T, heads, k] by its angle: (x1 cos + x2 sin, x2 cos - x1 sin).
+
+    Args:
+        cos, sin: [T, k/2], or [B, T, k/2] where sequences stand at different positions.
+    """
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nagnet.errors import UserError
 from nagnet.ops import fused, reference
+from nagnet.ops.matvec import matvec
 
 Backend = Literal["auto", "reference", "fused"]
 ENVIRONMENT_VARIABLE = "NAGNET_BACKEND"
@@ -98,3 +99,10 @@ def add_norm(stream: Tensor, branch: Tensor, backend: str | None = None) -> tupl
     """Pre-norm's update and next reading by the backend in force; arguments and returns as `reference.add_norm`."""
     module = fused if _fused(backend, stream.numel()) else reference
     return module.add_norm(stream, branch)
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """``x W^T``, [..., i] and [o, i] -> [..., o]: by `matvec` for one row in a block compiled for a CPU."""
+    if torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]:
+        return matvec(x, weight)
+    return torch.nn.functional.linear(x, weight)

@@ -16,10 +16,10 @@ from torch import Tensor
 from nagnet.data.loader import BatchLoader, PackedTokens, encode_documents
 from nagnet.diagnostics.confidence import collect_confidence
 from nagnet.diagnostics.health import stream_health
-from nagnet.diagnostics.probe import measuring
 from nagnet.evaluation.bits_per_byte import DocumentScores, documents_within
 from nagnet.files import RESULT_FILE, TOKENIZER_FILE, write_atomically
-from nagnet.generation.sampler import sample_text
+from nagnet.generation.sampler import Sampling
+from nagnet.generation.text import complete_texts
 from nagnet.models.checkpoint import save_model
 from nagnet.models.flops import parameter_counts
 from nagnet.training.config import RunConfig
@@ -296,11 +296,11 @@ class Comparison:
         if self.job.trial:
             return result
         confidence = collect_confidence(model, confidence_batches(self.text, config.seq_len, self.device))
-        with measuring(model):
-            sample = sample_text(
-                model, self.text.tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE, config.seed
-            )
-        return result | {"confidence": confidence.to_dict(), "sample": sample}
+        sampling = Sampling(SAMPLE_TEMPERATURE, seed=config.seed)
+        (sample,) = complete_texts(
+            model, self.text.tokenizer, [SAMPLE_PROMPT], SAMPLE_TOKENS, sampling, past_the_end=True
+        )
+        return result | {"confidence": confidence.to_dict(), "sample": sample.prompt + sample.text}
 
     def _write_result(self, result: dict[str, Any]) -> None:
         path = self.job.folder / result["arm"] / RESULT_FILE

@@ -103,8 +103,8 @@ def parameter_groups(model: nn.Module, **options: dict[str, Any]) -> list[dict[s
 class OptimizerConfig:
     """Rates, decay and averages by role; one config serves every arm. Gates, norms and scalars are never decayed.
 
-    The default rates are those of records/0004-tuned-pair (24 blocks, batches of 1,024 tokens), with the matrix rate that
-    is best for pre-norm; norm-agnostic gains a little more at 0.04.
+    The default rates are those of records/0004-tuned-pair (24 blocks, batches of 1,024 tokens), with the matrix rate
+    that is best for pre-norm; norm-agnostic gains a little more at 0.04.
 
     Attributes:
         matrix_lr, matrix_momentum, matrix_weight_decay: of Muon.

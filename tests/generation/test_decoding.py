@@ -1,0 +1,80 @@
+"""The compiled step is the step."""
+
+import shutil
+
+import pytest
+import torch
+
+from nagnet.generation.cache import KeyValueCache, prefill
+from nagnet.generation.decoding import decode, decode_compiled
+from nagnet.generation.engine import generate
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+]
+RAGGED = [[3, 1, 4], [2, 7, 1, 8, 2], [8]]
+CASES = {
+    "norm_agnostic": ({}, [[3, 1, 4]]),
+    "norm_agnostic, ragged": ({}, RAGGED),
+    "pre_norm, ragged": ({"residual": "pre_norm"}, RAGGED),
+    "windows and groups": ({"sliding_windows": (3, 0), "n_kv_heads": 2}, [[3, 1, 4]]),
+    "ngpt": ({"residual": "ngpt"}, [[3, 1, 4]]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compilations():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("options", "prompts"), CASES.values(), ids=CASES)
+def test_equals_the_step_as_it_is(build, options, prompts):
+    model = build(torch.float32, max_seq_len=64, **options)
+    caches = [KeyValueCache(model, len(prompts), 64) for _ in range(2)]
+    for cache in caches:
+        prefill(model, cache, prompts)
+    torch._dynamo.utils.counters.clear()
+    for step in range(40):
+        counts = [1] * len(prompts) if step != 20 else [1] + [0] * (len(prompts) - 1)
+        tokens = torch.full((len(prompts), 1), step % 32)
+        expected = decode(model, caches[0], tokens, counts)
+        found = decode_compiled(model, caches[1], tokens, counts)
+        for index, count in enumerate(counts):
+            if count:
+                for a, b in zip(found, expected, strict=True):
+                    torch.testing.assert_close(a[index], b[index], rtol=1e-4, atol=1e-4)
+    assert caches[0].lengths == caches[1].lengths
+    assert compilations() == 3  # a block, the last block, the readout
+
+
+@torch.no_grad()
+def test_bfloat16(build):
+    model = build(torch.bfloat16)
+    caches = [KeyValueCache(model, 1, 16) for _ in range(2)]
+    for cache in caches:
+        prefill(model, cache, [[3, 1, 4]])
+    for token in range(5):
+        tokens = torch.tensor([[token]])
+        expected, found = decode(model, caches[0], tokens, [1]), decode_compiled(model, caches[1], tokens, [1])
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_compilations_of_64_tokens(build):
+    """Ragged prompts, of which one ends early, with windows."""
+    model = build(torch.float32, max_seq_len=80, sliding_windows=(5, 0))
+    prompts = [[1, 2, 3], [4], [5] * 30]
+    expected = generate(model, prompts, 64, temperature=0)
+    torch._dynamo.utils.counters.clear()
+    found = generate(model, prompts, 64, temperature=0, compiled=True)
+    assert compilations() == 3
+    assert [completion.finish for completion in found] == ["length", "length", "context"]
+    assert [completion.ids[:5] for completion in found] == [completion.ids[:5] for completion in expected]
