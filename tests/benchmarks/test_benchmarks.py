@@ -10,6 +10,7 @@ from nagnet.benchmarks import decoding, residual_update, training_loop, training
 from nagnet.benchmarks.timing import interleave, kept_bytes, machine
 from nagnet.cli.application import run
 from nagnet.errors import UserError
+from nagnet.generation import decoding as generation_decoding
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.ops import fused
@@ -120,3 +121,15 @@ def test_products_count_the_bytes_of_their_matrices(monkeypatch):
     assert by_name["1024 x 16, library"]["bytes"] == 4 * 1024 * 16
     for row in rows:
         assert row["bytes_per_second"] == row["bytes"] / row["seconds"]["median"]
+
+
+def test_decoding_prints_steps_and_products(uncompiled, monkeypatch, capsys):
+    monkeypatch.setattr(generation_decoding, "_compiled", lambda function: function)
+    monkeypatch.setattr(decoding, "COPIED_BYTES", 4096)
+    monkeypatch.setattr(decoding, "PRODUCT_BYTES", 4096)
+    tiny = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, n_directions=2)
+    monkeypatch.setattr(decoding, "MODEL", tiny)
+    assert run(["bench", "decoding", "--repeats", "2", "--seq-len", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "batch 1 at 4 tokens" in out and "batch 8 at 4 tokens" in out
+    assert out.count("of the bound") == 4 and out.count("of copy") == 8

@@ -106,7 +106,7 @@ def test_reset_equals_a_fresh_cache(build):
     model = build()
     model.embedding.weight[9] = torch.nan
     cache = KeyValueCache(model, 2, 8)
-    prefill(model, cache, [[9, 9, 9, 9, 9, 9], [1, 2]])
+    prefill(model, cache, [[1, 2], [9, 9, 9, 9, 9, 9]])
     cache.reset()
     used = prefill(model, cache, [[1, 2, 3], [4]])
     fresh = prefill(model, KeyValueCache(model, 2, 8), [[1, 2, 3], [4]])
@@ -136,7 +136,7 @@ def test_keys_and_values_alone_are_enough_for_later_tokens(build, tokens):
     cos, sin = model.rotary(5)
     expected = attention(x, cos, sin)
     cache = KeyValueCache(model, 1, 5)
-    before, last = cache.past([4], 4), None
+    before = cache.past([4], 4)
     before.layers[0].write(*attention.keys_and_values(x[:, :4], cos[:4], sin[:4]))
     cache.advance([4])
     last = attention(x[:, 4:], cos[4:], sin[4:], past=cache.past([1], 1).layers[0])

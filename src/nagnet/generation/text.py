@@ -130,13 +130,7 @@ def complete_texts(
     Raises:
         UserError: for an empty prompt, one too long for the context, or a tokenizer that does not fit.
     """
-    if not all(prompts):
-        raise UserError("the prompt is empty; give some text")
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} ids and the model {model.config.vocab_size}; "
-            "use the tokenizer it was trained with"
-        )
+    _check(model, tokenizer, prompts)
     bos = tokenizer.bos_id
     excluded = [*range(tokenizer.vocab_size, model.config.vocab_size), *([bos] if past_the_end else [])]
     ids = [[bos, *encoded] for encoded in tokenizer.encode_batch(list(prompts))]
@@ -162,3 +156,13 @@ def complete_texts(
         TextCompletion(prompt, text.text, completion)
         for prompt, text, completion in zip(prompts, texts, stream.completions, strict=True)
     ]
+
+
+def _check(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+    if not all(prompts):
+        raise UserError("the prompt is empty; give some text")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model {model.config.vocab_size}; "
+            "use the tokenizer it was trained with"
+        )
