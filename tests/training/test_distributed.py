@@ -206,7 +206,9 @@ def check_bfloat16_leaves_norm_lane_and_gates_in_float32(world):
             assert values.dtype == torch.float32
 
 
-def _without_mlp(self, state, reading, gain, attention_update, mlp_update, following, cos, sin, key_mask=None):
+def _without_mlp(
+    self, state, reading, gain, attention_update, mlp_update, following, cos, sin, key_mask=None, past=None
+):
     branch = self.attention(reading, cos, sin, key_mask)
     state, _, _ = attention_update.advance(state, branch, gain, mlp_update)
     return state, following.read(state), following.gain(state)

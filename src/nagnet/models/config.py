@@ -62,7 +62,7 @@ class ModelConfig:
     projection_init: Literal["zero", "uniform", "orthogonal"] = DERIVED
     channel_scales: bool = DERIVED
     n_directions: int = 32
-    branch_eps: float = 1.0
+    branch_eps: float = 1e-6
     init_exponent: float = 0.5
     init_encode_gain: float = 1.0
     modulation_floor: float = 1e-6

@@ -52,7 +52,7 @@ class NormAgnosticResidual(ResidualUpdate):
         update_index: l, 1-based position of the sublayer; alpha starts at ``l ** -init_exponent``.
         n_directions: C, directions in the modulator.
         branch_eps: added to the branch's mean square before its inverse root. Near 0 every write has full size; at 1
-            a write grows with its branch, which helps sublayers that start at zero (docs/findings.md).
+            a write grows with its branch, which helps what Muon trains from projections of zero (docs/findings.md).
         init_exponent: p of the alpha schedule (equations 23-24).
         modulation_floor: smallest modulation before its power beta (docs/mathematics.md).
         without: names of ``COMPONENTS`` to leave out, for ablations. What a component would have learned is then a

@@ -7,6 +7,7 @@ ratio of width to blocks, against which the paper reports its results by depth.
 from __future__ import annotations
 
 from nagnet.models.config import ModelConfig
+from nagnet.models.presets import DAMPED
 from nagnet.recipes.standard_library import on_standard_library
 from nagnet.training.config import RunConfig
 
@@ -20,6 +21,7 @@ def _rung(d_model: int, n_layers: int, n_heads: int) -> RunConfig:
         max_seq_len=256,
         n_directions=max(4, round(d_model / 20)),
         init_encode_gain=8.0,
+        branch_eps=DAMPED,
     )
     return on_standard_library(model, 4e12)
 
