@@ -8,6 +8,8 @@ import torch
 from nagnet.benchmarks.timing import kept_bytes
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.nn.readout import ReadoutConfig
+from nagnet.nn.residual import COMPONENTS
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,8 +59,18 @@ def test_compiled_blocks_compute_the_same(small, residual, randomised, tokens, t
     assert list(model.state_dict()) == names
 
 
-def test_compiled_variants_compute_the_same(small, variant, randomised, tokens, targets):
-    model = randomised(small(**variant))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"without": tuple(COMPONENTS)},  # each alone leaves out a part of what this leaves out
+        {"mlp_taper": 0.5},
+        {"channel_scales": True},
+        {"readout": ReadoutConfig("free", "per_entry")},
+    ],
+    ids=["without-all", "tapered", "channel-scales", "per-entry"],
+)
+def test_compiled_variants_compute_the_same(small, changes, randomised, tokens, targets):
+    model = randomised(small(**changes))
     expected = model.loss(tokens, targets)
     expected_gradients = torch.autograd.grad(expected, list(model.parameters()))
     model.compile_blocks()
@@ -68,10 +80,9 @@ def test_compiled_variants_compute_the_same(small, variant, randomised, tokens, 
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_variants_add_no_graph_with_depth(small, variant):
-    if "mlp_taper" in variant:
-        pytest.skip("blocks of another width are another graph")
-    assert graphs(small(n_layers=6, **variant)) <= 2
+@pytest.mark.parametrize("changes", [{"without": tuple(COMPONENTS)}, {"channel_scales": True}], ids=str)
+def test_variants_add_no_graph_with_depth(small, changes):
+    assert graphs(small(n_layers=6, **changes)) <= 2
 
 
 def test_more_widths_than_torch_compiles_by_default(small):
