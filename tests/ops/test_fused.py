@@ -139,6 +139,7 @@ def test_non_contiguous_inputs(plain):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_loops_equal_the_plain_bodies(dtype, monkeypatch):
