@@ -7,40 +7,27 @@ from nagnet.models.config import ModelConfig
 # Writes that grow with their branch (docs/findings.md), of the presets that Muon trains from projections of zero.
 DAMPED = 1.0
 
+
+def _minutes(d_model: int, n_layers: int, n_heads: int) -> ModelConfig:
+    """For minutes on two CPU cores. With G_encode = 1 the first logits would lie within +-1.4, too flat."""
+    return ModelConfig(
+        d_model=d_model,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        vocab_size=2048,
+        max_seq_len=256,
+        n_directions=4,
+        init_encode_gain=8.0,
+        branch_eps=DAMPED,
+    )
+
+
 PRESETS: dict[str, ModelConfig] = {
-    # Small enough for minutes on two CPU cores, deep enough that the residual rule matters. With G_encode = 1 the
-    # first logits lie within +-1.4, too flat to learn from for the first tenth of so short a run.
-    "stdlib-tiny": ModelConfig(
-        d_model=64,
-        n_layers=16,
-        n_heads=2,
-        vocab_size=2048,
-        max_seq_len=256,
-        n_directions=4,
-        init_encode_gain=8.0,
-        branch_eps=DAMPED,
-    ),
+    # Deep enough that the residual rule matters.
+    "stdlib-tiny": _minutes(64, 16, 2),
     # About the size of one another, one half as wide per block: what depth costs and gives each rule.
-    "stdlib-small": ModelConfig(
-        d_model=96,
-        n_layers=24,
-        n_heads=3,
-        vocab_size=2048,
-        max_seq_len=256,
-        n_directions=4,
-        init_encode_gain=8.0,
-        branch_eps=DAMPED,
-    ),
-    "stdlib-deep": ModelConfig(
-        d_model=64,
-        n_layers=48,
-        n_heads=2,
-        vocab_size=2048,
-        max_seq_len=256,
-        n_directions=4,
-        init_encode_gain=8.0,
-        branch_eps=DAMPED,
-    ),
+    "stdlib-small": _minutes(96, 24, 3),
+    "stdlib-deep": _minutes(64, 48, 2),
     # A GPT-2-small-sized model, deeper and narrower. G_encode = sqrt(d) gives the first logits the spread that was best
     # at width 64 (records/0004-tuned-pair).
     "fineweb-edu-24x512": ModelConfig(
