@@ -109,6 +109,12 @@ def test_two_stops_change_nothing(config, tmp_path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(exported.parameters(), whole.trainer.model.parameters(), strict=True))
 
 
+def test_a_signal_in_the_last_step_stops_nothing(config, tmp_path, monkeypatch):
+    run = _open(config, tmp_path / "run")
+    _stop_after(monkeypatch, run, run.trainer.n_steps)
+    assert run.train()["finished"] and run.stopped_by is None
+
+
 def test_a_finished_run_resumes_to_nothing(config, tmp_path):
     _open(config, tmp_path / "run").train()
     rows = _rows(tmp_path / "run")
