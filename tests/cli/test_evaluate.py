@@ -243,9 +243,9 @@ def test_core_writes_a_table_and_answers(made, tmp_path, capsys):
 
 
 def test_core_goes_on_after_an_interrupt(made, tmp_path, capsys, monkeypatch):
-    from nagnet.evaluation import core
+    from nagnet.evaluation import rows
 
-    bundle, out, plain, calls = write_tiny_bundle(tmp_path / "bundle"), tmp_path / "out", core.score_targets, []
+    bundle, out, plain, calls = write_tiny_bundle(tmp_path / "bundle"), tmp_path / "out", rows.score_targets, []
 
     def interrupted(model, inputs, targets):
         calls.append(len(inputs))
@@ -253,7 +253,7 @@ def test_core_goes_on_after_an_interrupt(made, tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return plain(model, inputs, targets)
 
-    monkeypatch.setattr(core, "score_targets", interrupted)
+    monkeypatch.setattr(rows, "score_targets", interrupted)
     arguments = ["evaluate", "core", str(made / "run"), str(bundle), "--batch-tokens", "130", "--device", "cpu"]
     assert run([*arguments, "--resume", "--out", str(out)]) == 130
     assert "of 21 answers are in" in capsys.readouterr().err and not (out / "core.json").exists()

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from nagnet.errors import UserError
-from nagnet.evaluation import core
-from nagnet.evaluation.core import evaluate_core, score_targets
+from nagnet.evaluation import core, rows
+from nagnet.evaluation.core import evaluate_core
 from nagnet.evaluation.core_journal import AnswerFile
 from nagnet.evaluation.core_tasks import read_bundle
+from nagnet.evaluation.rows import score_targets
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 
@@ -148,10 +149,10 @@ def test_the_context_of_the_model_is_kept(where, bundle, byte_tokenizer, decoder
     else:
         model = Decoder(decoder.config.replace(max_seq_len=20), seed=0)
     seen = []
-    hook = core.score_targets
+    hook = rows.score_targets
     result = evaluate_core(model, byte_tokenizer, bundle)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "score_targets", lambda m, i, t: seen.append(i.shape[1]) or hook(m, i, t))
+        patch.setattr(rows, "score_targets", lambda m, i, t: seen.append(i.shape[1]) or hook(m, i, t))
         assert evaluate_core(model, byte_tokenizer, bundle, max_tokens=20) == result
         evaluate_core(model, byte_tokenizer, bundle)
     assert max(seen) == 19

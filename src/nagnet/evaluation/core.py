@@ -5,24 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
-
-from nagnet.errors import UserError
-from nagnet.evaluation.core_tasks import Bundle, Row, Task, TokenizerLike, read_bundle, rows_of
-from nagnet.models.decoder import Decoder
-from nagnet.ops.loss import IGNORED_TARGET
+from nagnet.evaluation.core_tasks import Bundle, Task, TokenizerLike, read_bundle, rows_of
+from nagnet.evaluation.rows import LogitsModel, Row, RowScore, RowScorer, evaluating
 
 logger = logging.getLogger(__name__)
 
-BATCH_TOKENS, BATCH_TOKENS_CPU = 32_768, 4096  # padding included, of one forward pass; caches are small
 EXAMPLES_AT_A_TIME = 256  # tokenized together, then sorted by length
 
-LogitsModel = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int, str], None]
 
 
@@ -36,13 +28,6 @@ class Journal(Protocol):
     def add(self, label: str, correct: dict[int, bool]) -> None:
         """Remembers some more."""
         ...
-
-
-class _Scored(NamedTuple):
-    """Of one row: mean loss of its scored tokens in nats (infinite for none), and whether all were the likeliest."""
-
-    loss: float
-    hit: bool
 
 
 def evaluate_core(
@@ -87,7 +72,7 @@ def evaluate_core(
     evaluation = _Evaluation(model, tokenizer, max_tokens or _context_of(model), batch_tokens)
     total, done = sum(len(task.examples) for task in bundle.tasks), 0
     result: dict[str, Any] = {}
-    with _evaluating():
+    with evaluating():
         for task in bundle.tasks:
             correct = {} if journal is None else dict(journal.known(task.label))
             waiting = [index for index in range(len(task.examples)) if index not in correct]
@@ -115,21 +100,12 @@ def _context_of(model: Any) -> int | None:
     return getattr(model, "max_seq_len", None) or getattr(getattr(model, "config", None), "max_seq_len", None)
 
 
-@contextmanager
-def _evaluating() -> Iterator[None]:
-    """No gradients; a compiled model runs uncompiled, as every batch has a shape of its own."""
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        yield
-
-
 class _Evaluation:
     """A model under evaluation."""
 
     def __init__(self, model: LogitsModel, tokenizer: TokenizerLike, max_tokens: int | None, batch_tokens: int | None):
-        self.model, self.tokenizer, self.max_tokens = model, tokenizer, max_tokens
-        parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-        self.device = torch.device("cpu") if parameter is None else parameter.device
-        self.batch_tokens = batch_tokens or (BATCH_TOKENS_CPU if self.device.type == "cpu" else BATCH_TOKENS)
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.scorer = RowScorer(model, tokenizer.get_bos_token_id(), batch_tokens)
 
     def answers(self, task: Task, indices: Sequence[int]) -> Iterator[dict[int, bool]]:
         """Correctness of these examples, by index, as batches of them are done."""
@@ -145,69 +121,26 @@ class _Evaluation:
             )
 
     def _answer(self, task: Task, rows: dict[int, list[Row]]) -> Iterator[dict[int, bool]]:
-        """Scores rows of similar length together; an example is answered with the last of its rows."""
-        order = [(index, option) for index, options in rows.items() for option in range(len(options))]
-        order.sort(key=lambda place: -rows[place[0]][place[1]].stop)
-        scored: dict[int, dict[int, _Scored]] = {index: {} for index in rows}
-        for places in self._batches(order, rows):
-            scores = self._score([rows[index][option] for index, option in places])
-            for (index, option), score in zip(places, scores, strict=True):
+        """Scores the rows of all examples together; an example is answered with the last of its rows."""
+        places = [(index, option) for index, options in rows.items() for option in range(len(options))]
+        scored: dict[int, dict[int, RowScore]] = {index: {} for index in rows}
+        for scores in self.scorer.scores([rows[index][option] for index, option in places]):
+            for number, score in scores.items():
+                index, option = places[number]
                 scored[index][option] = score
-            complete = {index for index, _ in places if len(scored[index]) == len(rows[index])}
+            seen = {places[number][0] for number in scores}
+            complete = sorted(index for index in seen if len(scored[index]) == len(rows[index]))
             if complete:
-                yield {index: _is_correct(task, index, scored[index]) for index in sorted(complete)}
-
-    def _batches(self, order: list[tuple[int, int]], rows: dict[int, list[Row]]) -> Iterator[list[tuple[int, int]]]:
-        """Cuts an order, longest row first, into batches of at most ``batch_tokens``."""
-        start = 0
-        while start < len(order):
-            index, option = order[start]
-            n_rows = max(1, self.batch_tokens // max(1, rows[index][option].stop - 1))
-            yield order[start : start + n_rows]
-            start += n_rows
-
-    def _score(self, rows: Sequence[Row]) -> list[_Scored]:
-        """Scores some rows in one call of the model."""
-        # The last token of a row predicts nothing, so the model need not see it.
-        length = max(1, max(row.stop for row in rows) - 1)
-        inputs = torch.full((len(rows), length), self.tokenizer.get_bos_token_id(), dtype=torch.int64)
-        targets = torch.full((len(rows), length), IGNORED_TARGET, dtype=torch.int64)
-        for number, row in enumerate(rows):
-            ids = torch.tensor(row.ids, dtype=torch.int64)
-            inputs[number, : row.stop - 1] = ids[:-1]
-            targets[number, row.start - 1 : row.stop - 1] = ids[row.start :]
-        losses, hits = score_targets(self.model, inputs.to(self.device), targets.to(self.device))
-        if losses.isnan().any():
-            raise UserError("the model's losses are NaN, so no answer is better than another; has it diverged?")
-        sizes = [max(0, row.stop - row.start) for row in rows]
-        parts = zip(losses.double().cpu().split(sizes), hits.cpu().split(sizes), strict=True)
-        return [
-            _Scored(loss.mean().item() if len(loss) else math.inf, bool(hit.all()) and len(hit) > 0)
-            for loss, hit in parts
-        ]
+                yield {index: _is_correct(task, index, scored[index]) for index in complete}
 
 
-def score_targets(model: LogitsModel, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores the targets that are not -100, row after row.
-
-    Args:
-        model: from ids [B, T] to logits; of a `Decoder` only the logits at targets are formed.
-        inputs: int64 [B, T]. targets: int64 [B, T].
-
-    Returns:
-        Loss in nats [n], float32 or wider, and whether the target is the likeliest token, bool [n].
-    """
-    kept = targets != IGNORED_TARGET
-    if isinstance(model, Decoder):
-        direction, log_norm = model.trunk(inputs).split()
-        return model.readout.score(direction[kept], log_norm[kept], targets[kept])
-    logits = model(inputs)
-    logits = logits[kept].to(torch.promote_types(logits.dtype, torch.float32))
-    return nn.functional.cross_entropy(logits, targets[kept], reduction="none"), logits.argmax(-1) == targets[kept]
-
-
-def _is_correct(task: Task, index: int, scored: dict[int, _Scored]) -> bool:
+def _is_correct(task: Task, index: int, scored: dict[int, RowScore]) -> bool:
     if task.kind == "language_modeling":
-        return scored[0].hit
-    losses = [scored[option].loss for option in range(len(scored))]
+        return len(scored[0].hits) > 0 and bool(scored[0].hits.all())
+    losses = [_mean_loss(scored[option]) for option in range(len(scored))]
     return losses.index(min(losses)) == task.examples[index]["gold"]
+
+
+def _mean_loss(score: RowScore) -> float:
+    """Mean loss of the scored tokens in nats, infinite where there are none."""
+    return score.losses.mean().item() if len(score.losses) else math.inf

@@ -14,9 +14,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, get_args
+from typing import Any, Literal, Protocol, TypeGuard, get_args
 
 from nagnet.errors import UserError
+from nagnet.evaluation.rows import Row
 
 CONFIG_FILE = "core.yaml"
 BASELINES_FILE = "eval_meta_data.csv"
@@ -70,17 +71,6 @@ class Task:
         """Accuracy (share) with guessing at 0 and all right at 1."""
         guessing = self.baseline / 100
         return (accuracy - guessing) / (1 - guessing)
-
-
-class Row(NamedTuple):
-    """Tokens of one prompt, BOS first, of which ``start:stop`` are scored; ``stop`` is the length."""
-
-    ids: list[int]
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return len(self.ids)
 
 
 @dataclass(frozen=True)
