@@ -1,5 +1,6 @@
 """What every test shares: few threads and a fixed seed."""
 
+import json
 import random
 
 import pytest
@@ -20,3 +21,44 @@ def _fixed_seeds():
 def generator() -> torch.Generator:
     """A random generator of the test's own, on the CPU."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def harness_tasks(tmp_path_factory):
+    """A folder with three tasks for lm-eval, one for each kind of request, and their data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {"question": f"the question {i}", "options": [" the answer", " abc", " other"], "gold": i % 3} for i in range(6)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+    }
+    tasks = {
+        "tiny_choice": {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "{{options}}",
+            "doc_to_target": "{{gold}}",
+            "target_delimiter": "",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+        "tiny_rolling": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{question}}",
+            "metric_list": [{"metric": "bits_per_byte"}],
+        },
+        "tiny_generate": {
+            "output_type": "generate_until",
+            "doc_to_text": "{{question}}",
+            "doc_to_target": "{{options[0]}}",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    }
+    for name, task in tasks.items():
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name} | common | task))  # JSON is YAML
+    return folder

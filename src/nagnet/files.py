@@ -6,6 +6,7 @@ from pathlib import Path
 
 TOKENIZER_FILE = "tokenizer.json"  # beside a model, or in the folder of its run
 RUN_FILE = "run.json"  # of a training run: recipe and config
+SUMMARY_FILE = "summary.json"  # its results
 MODEL_FOLDER = "model"  # of a finished one
 CHECKPOINTS_FOLDER = "checkpoints"
 RECORD_FILE = "checkpoint.json"  # in each of them

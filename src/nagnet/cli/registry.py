@@ -30,9 +30,10 @@ COMMANDS: dict[str, Command] = {
     "extrapolate": Command("nagnet.cli.extrapolate", "Predict the gap between two arms at a larger budget"),
     "data": Command("nagnet.cli.data", "Turn text into token shards for training, and check them", extras="data"),
     "evaluate": Command(
-        "nagnet.cli.evaluate", "Score a model: bits per byte of text, or the tasks of CORE", extras="eval"
+        "nagnet.cli.evaluate", "Score a model: bits per byte of text, the tasks of CORE or of lm-eval", extras="eval"
     ),
     "import": Command("nagnet.cli.import_model", "Turn a checkpoint of nanochat into a model folder"),
+    "export": Command("nagnet.cli.export_model", "Turn a model into a folder that transformers loads without nagnet"),
     "bench": Command("nagnet.cli.bench", "Measure speed and memory of the update, the step and the loss"),
     "recipes": Command("nagnet.cli.recipes", "List the named experiments"),
     "toy-depth": Command(

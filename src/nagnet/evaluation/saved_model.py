@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nagnet.data.manifest import digest_of_file
 from nagnet.data.tokenizer import Tokenizer
 from nagnet.errors import UserError
-from nagnet.files import CHECKPOINTS_FOLDER, MODEL_FOLDER, RECORD_FILE, RESULT_FILE, RUN_FILE, TOKENIZER_FILE
+from nagnet.files import (
+    CHECKPOINTS_FOLDER,
+    MODEL_FOLDER,
+    RECORD_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    SUMMARY_FILE,
+    TOKENIZER_FILE,
+)
 from nagnet.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 
 
@@ -22,11 +30,13 @@ class SavedModel:
         folder: what `nagnet.load_model` reads.
         tokenizer_file: the tokenizer it was trained with, or None for a model without one.
         run_config: of the run that made it, as plain values, or None.
+        results: what that run measured of it, such as ``bits_per_byte`` and ``tokens``; empty where nothing is known.
     """
 
     folder: Path
     tokenizer_file: Path | None
     run_config: dict[str, Any] | None
+    results: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self, vocab_size: int, file: Path | None = None) -> Tokenizer:
         """The model's tokenizer.
@@ -87,18 +97,19 @@ def _has_model(folder: Path) -> bool:
 
 def _of_model_folder(folder: Path, shown: Path) -> SavedModel:
     """What belongs to a model folder by the place it has in what a run writes."""
-    record, candidates = None, [folder / TOKENIZER_FILE]
+    record, results, candidates = None, None, [folder / TOKENIZER_FILE]
     if (folder / RESULT_FILE).is_file():  # an arm of a comparison
-        record = folder / RESULT_FILE
+        record = results = folder / RESULT_FILE
         candidates.append(folder.parent / TOKENIZER_FILE)
     elif (folder / RECORD_FILE).is_file():
         _check_hashes(shown)
         record = folder.parents[1] / RUN_FILE
+        results = folder / RECORD_FILE if record.is_file() else None  # a foreign loop's score may be anything
         candidates.append(folder.parents[1] / TOKENIZER_FILE)
     elif folder.name == MODEL_FOLDER:
-        record = folder.parent / RUN_FILE
+        record, results = folder.parent / RUN_FILE, folder.parent / SUMMARY_FILE
     tokenizer = next((file for file in candidates if file.is_file()), None)
-    return SavedModel(shown, tokenizer, _run_config(record))
+    return SavedModel(shown, tokenizer, _run_config(record), _results(results))
 
 
 def _run_config(record: Path | None) -> dict[str, Any] | None:
@@ -108,6 +119,18 @@ def _run_config(record: Path | None) -> dict[str, Any] | None:
         return dict(json.loads(record.read_text(encoding="utf-8"))["config"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{record} is damaged ({error}); it should hold the run's config") from error
+
+
+def _results(file: Path | None) -> dict[str, Any]:
+    if file is None or not file.is_file():
+        return {}
+    try:
+        found = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({error}); it should hold what the run measured") from error
+    if file.name == RECORD_FILE:  # a checkpoint's score is bits per byte (`nagnet.training.run`)
+        return {"steps": found.get("step"), "bits_per_byte": found.get("score")}
+    return found
 
 
 def _check_hashes(folder: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from nagnet import ops
 from nagnet.diagnostics.health import stream_health
 from nagnet.evaluation.bits_per_byte import DocumentScores
-from nagnet.files import CHECKPOINTS_FOLDER, MODEL_FOLDER, RUN_FILE, TOKENIZER_FILE, write_atomically
+from nagnet.files import CHECKPOINTS_FOLDER, MODEL_FOLDER, RUN_FILE, SUMMARY_FILE, TOKENIZER_FILE, write_atomically
 from nagnet.models.checkpoint import save_model
 from nagnet.models.flops import parameter_counts
 from nagnet.training.budget import dollars_to_finish, format_mfu, mfu
@@ -37,7 +37,6 @@ from nagnet.training.progress import Progress, format_seconds
 from nagnet.training.scoring import losses_of, score_documents
 from nagnet.training.text import RunText
 
-SUMMARY_FILE = "summary.json"
 LAST_ROWS = 5  # of metrics, that a post-mortem quotes
 # What may change when a run is resumed: nothing that its parameters depend on, but for rounding.
 CHANGEABLE = (
