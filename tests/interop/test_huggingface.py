@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def export(saved, tmp_path_factory):
-    """Exports a model once, by the command; returns the model and the folder."""
+    """Exports a model once, by the command; returns the model, the folder it was in, and the new one."""
     made = {}
 
     def make(name):
@@ -60,7 +61,7 @@ def export(saved, tmp_path_factory):
             model, source = saved(name, **VARIANTS[name])
             folder = tmp_path_factory.mktemp("exported") / name.replace(", ", "-").replace(" ", "-")
             assert run(["export", "hf", str(source), str(folder)]) == 0
-            made[name] = model, folder
+            made[name] = model, source, folder
         return made[name]
 
     return make
@@ -90,7 +91,7 @@ def stranger(tmp_path_factory):
 
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_logits_and_generation_without_nagnet(name, export, stranger):
-    model, folder = export(name)
+    model, _, folder = export(name)
     ids = torch.randint(model.config.vocab_size, (3, 20), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         logits, state = model(ids), model.trunk(ids).split()
@@ -132,7 +133,7 @@ def test_logits_and_generation_without_nagnet(name, export, stranger):
 
 
 def test_padding_on_either_side_changes_nothing(export, stranger):
-    model, folder = export("norm-agnostic")
+    model, _, folder = export("norm-agnostic")
     rows = [torch.randint(299, (n,), generator=torch.Generator().manual_seed(n)) for n in (4, 11)]
     expected = [[c.ids for c in generate(model, row[None], 6, temperature=0, end_token=299)][0] for row in rows]
     with torch.no_grad():
@@ -175,7 +176,7 @@ def test_padding_on_either_side_changes_nothing(export, stranger):
 def test_the_tokenizer_is_ours_with_bos_in_front(export, stranger, tokenizer):
     texts = ["def main():", "  the value\n\n 123 é漢", "", "<| bos |> the name <|endoftext|>"]
     found = stranger(
-        export("twin")[1],
+        export("twin")[2],
         """
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         texts = data["texts"]
@@ -197,7 +198,7 @@ def test_the_tokenizer_is_ours_with_bos_in_front(export, stranger, tokenizer):
 @pytest.mark.parametrize("name", ["norm-agnostic, tied", "twin"])
 def test_trainer_runs_and_what_it_saves_loads(name, export, stranger):
     found = stranger(
-        export(name)[1],
+        export(name)[2],
         """
         rows = [{"input_ids": row, "labels": row} for row in torch.randint(300, (40, 16))]
         ids = torch.stack([row["input_ids"] for row in rows])
@@ -231,7 +232,7 @@ def test_trainer_runs_and_what_it_saves_loads(name, export, stranger):
 
 def test_in_16_bits_gates_and_norms_stay_in_32(export, stranger):
     found = stranger(
-        export("norm-agnostic")[1],
+        export("norm-agnostic")[2],
         """
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
         x = torch.randint(300, (2, 9))
@@ -250,8 +251,45 @@ def test_in_16_bits_gates_and_norms_stay_in_32(export, stranger):
     }
 
 
+def test_lm_eval_scores_it_as_it_scores_ours(export, stranger, harness_tasks):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'nagnet[harness]'")
+    from nagnet.evaluation.harness import NagnetLM
+
+    _, source, folder = export("norm-agnostic")
+    pairs = [("the value", " of the name"), ("", "def main"), ("return the_value " * 20, "or 12")]
+    texts = [("def main(", {"until": ["\n"], "max_gen_toks": 6}), ("the", {"max_gen_toks": 9})]
+    found = stranger(
+        folder,
+        """
+        warnings.simplefilter("ignore")
+        from types import SimpleNamespace
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+        lm = HFLM(pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2)
+        pairs, texts = ([SimpleNamespace(args=args) for args in data[name]] for name in ("pairs", "texts"))
+        tasks = TaskManager(include_path=data["tasks"], include_defaults=False)
+        names = ["tiny_choice", "tiny_generate"]
+        result = {
+            "scores": lm.loglikelihood(pairs), "texts": lm.generate_until(texts),
+            "tasks": simple_evaluate(model=lm, tasks=names, task_manager=tasks, bootstrap_iters=0)["results"],
+        }
+        warnings.simplefilter("error")
+        """,
+        pairs=pairs,
+        texts=texts,
+        tasks=str(harness_tasks),
+    )
+    lm = NagnetLM(source, device="cpu")
+    scores = lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs])
+    assert [value for value, _ in found["scores"]] == pytest.approx([value for value, _ in scores], abs=1e-4)
+    assert [greedy for _, greedy in found["scores"]] == [greedy for _, greedy in scores]
+    assert found["texts"] == lm.generate_until([SimpleNamespace(args=text) for text in texts])
+    assert 0 <= found["tasks"]["tiny_choice"]["acc,none"] <= 1 and "exact_match,none" in found["tasks"]["tiny_generate"]
+
+
 def test_the_folder_says_what_it_holds(export):
-    model, folder = export("norm-agnostic")
+    model, _, folder = export("norm-agnostic")
     config = json.loads((folder / "config.json").read_text())
     assert config["nagnet"] == json.loads(json.dumps(model.config.to_dict()))
     card = (folder / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Score a model that nagnet train, compare, demo or import wrote.
+"""Score a model that nagnet train, compare, demo or import wrote: by text, or by tasks.
 
 CHECKPOINT is a model folder, a checkpoint or the folder of a training run. A model whose logits depend on later tokens
 is refused. docs/evaluation.md says what is measured.
@@ -84,12 +84,48 @@ class Core:
     """Print core.json on standard output instead of the table."""
 
 
+@dataclass
+class Harness:
+    """The tasks of lm-eval, EleutherAI's evaluation harness (pip install 'nagnet[harness]').
+
+    All that lm-eval's own program offers: python -m nagnet.evaluation.harness --model nagnet --model_args
+    checkpoint=CHECKPOINT --tasks ...
+    """
+
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    """Model folder, checkpoint, or folder of a training run."""
+    tasks: tuple[str, ...]
+    """Names of tasks, lm-eval's own or those of --include-path."""
+    include_path: Path | None = None
+    """Folder with task files of your own."""
+    num_fewshot: int | None = None
+    """Solved examples before each question; default: as the task says."""
+    limit: int | None = None
+    """Most examples of each task; default: all."""
+    batch_size: int | None = None
+    """Most rows of a forward pass; default: as many as make 4,096 tokens on a CPU, 32,768 elsewhere."""
+    max_length: int | None = None
+    """Most tokens the model is shown at a time; default: its max_seq_len."""
+    tokenizer: Path | None = None
+    """The model's tokenizer.json, where it is not found beside the model."""
+    out: Path | None = None
+    """New folder for harness.json; default: nothing is written."""
+    device: DeviceName = "auto"
+    """Where to compute."""
+    force: bool = False
+    """Delete an earlier evaluation in the output folder first."""
+    json: bool = False
+    """Print harness.json on standard output instead of the table."""
+
+
 Options = tyro.conf.OmitSubcommandPrefixes[
-    Annotated[Bpb, tyro.conf.subcommand("bpb")] | Annotated[Core, tyro.conf.subcommand("core")]
+    Annotated[Bpb, tyro.conf.subcommand("bpb")]
+    | Annotated[Core, tyro.conf.subcommand("core")]
+    | Annotated[Harness, tyro.conf.subcommand("harness")]
 ]
 
 
-def main(options: Bpb | Core) -> None:
+def main(options: Bpb | Core | Harness) -> None:
     """Runs the subcommand."""
     from nagnet.training.distributed import join_world
 
@@ -99,7 +135,11 @@ def main(options: Bpb | Core) -> None:
 
             evaluate_bpb(options, world, device)
         elif world.size > 1:
-            raise UserError("evaluate core runs in one process; start it without torchrun")
+            raise UserError(f"evaluate {type(options).__name__.lower()} runs in one process; start it without torchrun")
+        elif isinstance(options, Harness):
+            from nagnet.cli.evaluate_harness import evaluate_harness
+
+            evaluate_harness(options, device)
         else:
             from nagnet.cli.evaluate_core import evaluate_core
 
