@@ -247,11 +247,11 @@ def test_core_goes_on_after_an_interrupt(made, tmp_path, capsys, monkeypatch):
 
     bundle, out, plain, calls = write_tiny_bundle(tmp_path / "bundle"), tmp_path / "out", rows.score_targets, []
 
-    def interrupted(model, inputs, targets):
+    def interrupted(model, inputs, *rest):
         calls.append(len(inputs))
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return plain(model, inputs, targets)
+        return plain(model, inputs, *rest)
 
     monkeypatch.setattr(rows, "score_targets", interrupted)
     arguments = ["evaluate", "core", str(made / "run"), str(bundle), "--batch-tokens", "130", "--device", "cpu"]

@@ -148,11 +148,15 @@ def test_the_context_of_the_model_is_kept(where, bundle, byte_tokenizer, decoder
         model, model.max_seq_len = table_model, 20
     else:
         model = Decoder(decoder.config.replace(max_seq_len=20), seed=0)
-    seen = []
-    hook = rows.score_targets
+    seen, hook = [], rows.score_targets
+
+    def watched(model, inputs, targets, past):
+        seen.append(inputs.shape[1] if past is None else past.end)
+        return hook(model, inputs, targets, past)
+
     result = evaluate_core(model, byte_tokenizer, bundle)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "score_targets", lambda m, i, t: seen.append(i.shape[1]) or hook(m, i, t))
+        patch.setattr(rows, "score_targets", watched)
         assert evaluate_core(model, byte_tokenizer, bundle, max_tokens=20) == result
         evaluate_core(model, byte_tokenizer, bundle)
     assert max(seen) == 19

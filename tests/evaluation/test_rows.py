@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from nagnet.evaluation import rows as module
 from nagnet.evaluation.rows import Row, RowScorer, evaluating
+from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
 
 
 def alone(model, row):
@@ -12,6 +15,13 @@ def alone(model, row):
     scored = range(row.start, row.stop)
     losses = torch.stack([-log_probs[i - 1, row.ids[i]] for i in scored]) if scored else torch.zeros(0)
     return losses, torch.tensor([bool(log_probs[i - 1].argmax() == row.ids[i]) for i in scored], dtype=torch.bool)
+
+
+def check(found, rows, model):
+    for score, row in zip(found, rows, strict=True):
+        losses, hits = alone(model, row)
+        torch.testing.assert_close(score.losses, losses.double(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(score.hits, hits)
 
 
 @pytest.fixture
@@ -25,12 +35,62 @@ def rows():
 def test_a_row_is_scored_as_it_is_alone(limits, rows, table_model):
     found, sizes = {}, []
     with evaluating():
-        for scores in RowScorer(table_model, 256, **limits).scores(rows):
+        for scores in RowScorer(table_model, 256, **limits).scores([[row] for row in rows]):
             found |= scores
             sizes.append(len(scores))
     assert sorted(found) == list(range(len(rows)))
     assert max(sizes) <= limits.get("batch_rows", len(rows))
-    for place, row in enumerate(rows):
-        losses, hits = alone(table_model, row)
-        torch.testing.assert_close(found[place].losses, losses.double(), rtol=1e-5, atol=1e-6)
-        assert torch.equal(found[place].hits, hits)
+    check([found[place][0] for place in range(len(rows))], rows, table_model)
+
+
+SHAPE = {"d_model": 32, "n_layers": 3, "n_heads": 4, "vocab_size": 257, "max_seq_len": 64, "n_directions": 3}
+MODELS = {
+    "norm-agnostic": {},
+    "windows and grouped heads": {"sliding_windows": (3, 0, 7), "n_kv_heads": 2},
+    "pre-norm": {"residual": "pre_norm"},
+}
+# Lengths of what rows share, and (length of the rest, scored tokens of it) of each row.
+GROUPS = {
+    "options": (12, [(5, 5), (9, 9), (1, 1)]),
+    "an option without a token of its own": (7, [(0, 0), (4, 4)]),
+    "scored tokens behind others": (6, [(8, 3), (5, 2)]),
+    "scored tokens that are shared": (9, [(3, 7), (4, 9)]),
+    "nothing shared but BOS": (1, [(6, 6), (2, 2)]),
+    "one row": (5, [(4, 4)]),
+    "all scored": (4, [(3, 6), (2, 5)]),
+}
+
+
+def group_of(shared, parts, generator):
+    common = [256, *torch.randint(256, (shared - 1,), generator=generator).tolist()]
+    rows = []
+    for number, (rest, scored) in enumerate(parts):
+        own = torch.randint(256, (rest,), generator=generator).tolist()
+        own[:1] = [number] * len(own[:1])  # rows differ from their first own token on
+        rows.append(Row(common + own, shared + rest - scored))
+    return rows
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 40, 4096])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_rows_that_begin_alike_are_scored_as_each_alone(name, batch_tokens, generator):
+    model = Decoder(ModelConfig(**SHAPE | MODELS[name]), seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    groups, found = [group_of(*group, generator) for group in GROUPS.values()], {}
+    with evaluating():
+        for scores in RowScorer(model, 256, batch_tokens).scores(groups):
+            assert not found.keys() & scores.keys()
+            found |= scores
+    for place, group in enumerate(groups):
+        check(found[place], group, model)
+
+
+def test_what_rows_share_is_run_once(generator, monkeypatch):
+    seen, plain = [], module.score_targets
+    monkeypatch.setattr(module, "score_targets", lambda *rest: seen.append(rest[1].shape) or plain(*rest))
+    group = group_of(30, [(4, 4), (3, 3), (5, 5), (2, 2)], generator)
+    with evaluating():
+        list(RowScorer(Decoder(ModelConfig(**SHAPE), seed=0), 256).scores([group]))
+    assert seen == [(1, 29 + 4 + 3 + 5 + 2)]  # the last token of each row predicts nothing; token 30 is run in each row

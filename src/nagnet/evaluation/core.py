@@ -121,23 +121,17 @@ class _Evaluation:
             )
 
     def _answer(self, task: Task, rows: dict[int, list[Row]]) -> Iterator[dict[int, bool]]:
-        """Scores the rows of all examples together; an example is answered with the last of its rows."""
-        places = [(index, option) for index, options in rows.items() for option in range(len(options))]
-        scored: dict[int, dict[int, RowScore]] = {index: {} for index in rows}
-        for scores in self.scorer.scores([rows[index][option] for index, option in places]):
-            for number, score in scores.items():
-                index, option = places[number]
-                scored[index][option] = score
-            seen = {places[number][0] for number in scores}
-            complete = sorted(index for index in seen if len(scored[index]) == len(rows[index]))
-            if complete:
-                yield {index: _is_correct(task, index, scored[index]) for index in complete}
+        """Scores the rows of all examples together."""
+        indices = list(rows)
+        for scores in self.scorer.scores([rows[index] for index in indices]):
+            answers = {indices[place]: found for place, found in scores.items()}
+            yield {index: _is_correct(task, index, answers[index]) for index in sorted(answers)}
 
 
-def _is_correct(task: Task, index: int, scored: dict[int, RowScore]) -> bool:
+def _is_correct(task: Task, index: int, scored: Sequence[RowScore]) -> bool:
     if task.kind == "language_modeling":
         return len(scored[0].hits) > 0 and bool(scored[0].hits.all())
-    losses = [_mean_loss(scored[option]) for option in range(len(scored))]
+    losses = [_mean_loss(score) for score in scored]
     return losses.index(min(losses)) == task.examples[index]["gold"]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard, get_args
 
 from nagnet.errors import UserError
-from nagnet.evaluation.rows import Row
+from nagnet.evaluation.rows import Row, common_length
 
 CONFIG_FILE = "core.yaml"
 BASELINES_FILE = "eval_meta_data.csv"
@@ -266,16 +266,6 @@ def _solved(task: Task, example: dict[str, Any]) -> str:
     if task.kind == "schema":
         return example["context_options"][example["gold"]] + task.delimiter + example["continuation"]
     return example["context"].strip() + task.delimiter + example["continuation"]
-
-
-def common_length(rows: Sequence[Sequence[int]]) -> int:
-    """How many leading tokens all rows share."""
-    length = 0
-    for tokens in zip(*rows, strict=False):
-        if any(token != tokens[0] for token in tokens):
-            break
-        length += 1
-    return length
 
 
 def _cropped(ids: list[int], start: int, max_tokens: int | None) -> Row:

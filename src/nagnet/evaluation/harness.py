@@ -21,8 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nagnet.errors import UserError
 from nagnet.evaluation.causality import check_causality
-from nagnet.evaluation.core_tasks import common_length
-from nagnet.evaluation.rows import Row, RowScore, RowScorer, evaluating
+from nagnet.evaluation.rows import Row, RowScore, RowScorer, common_length, evaluating
 from nagnet.evaluation.saved_model import find_model
 from nagnet.generation.engine import TokenStream
 from nagnet.generation.sampler import Sampling
@@ -97,7 +96,9 @@ class NagnetLM(LM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log probability (nats) of each continuation after its context, and whether it is the greedy one."""
-        scores = self._scores([self._row(*request.args) for request in requests])
+        # Continuations of one context stand together: the model runs it once.
+        groups = [list(group) for _, group in groupby(requests, key=lambda request: request.args[0])]
+        scores = self._scores([[self._row(*request.args) for request in group] for group in groups])
         answers = [(-score.losses.sum().item(), bool(score.hits.all())) for score in scores]
         for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, answer)
@@ -106,7 +107,7 @@ class NagnetLM(LM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Log probability (nats) of each text, every token scored once, in windows of ``max_length``."""
         rows = [list(self._windows(*request.args)) for request in requests]
-        scores = iter(self._scores([row for windows in rows for row in windows]))
+        scores = iter(self._scores([[row] for windows in rows for row in windows]))
         totals = [-sum(next(scores).losses.sum().item() for _ in windows) for windows in rows]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -156,12 +157,13 @@ class NagnetLM(LM):
             seen, scored = make_disjoint_window(window)
             yield Row([*seen, *scored], len(seen))
 
-    def _scores(self, rows: Sequence[Row]) -> list[RowScore]:
-        found: dict[int, RowScore] = {}
+    def _scores(self, groups: Sequence[Sequence[Row]]) -> list[RowScore]:
+        """Scores of all rows, group after group."""
+        found: dict[int, list[RowScore]] = {}
         with evaluating():
-            for scores in self._scorer.scores(rows):
+            for scores in self._scorer.scores(groups):
                 found |= scores
-        return [found[place] for place in range(len(rows))]
+        return [score for place in range(len(groups)) for score in found[place]]
 
     def _continue(self, contexts: Sequence[str], options: dict[str, Any], names: Sequence[int]) -> list[str]:
         stop, n_tokens, sampling = self._generation(options)
