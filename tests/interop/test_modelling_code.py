@@ -94,7 +94,8 @@ def late():
             x,
             y,
         )
-    return x, y, c, other
+        from nagnet import c as again
+    return x, y, c, other, again
 """
 
 
@@ -105,6 +106,7 @@ def test_forms_of_imports(package):
     entry = sources["model.py"]
     assert "from . import nagnet_a_b as other\nfrom .nagnet_a import value\nfrom . import nagnet_c as c\n" in entry
     assert "        from .nagnet_c import (\n            x,\n            y,\n        )\n" in entry
+    assert "\n        from . import nagnet_c as again\n" in entry
     assert "\nFloat = str\n" in entry and "jaxtyping" not in entry and "Seen" not in entry
     compile(entry, "entry", "exec")
 
