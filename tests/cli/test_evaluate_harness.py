@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_the_program_of_lm_eval_knows_the_name(model, program, harness_tasks):
 
 @pytest.mark.slow
 def test_the_program_of_lm_eval_scores_an_export(model, program, harness_tasks, tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'nagnet[hf]'")
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed: pip install 'nagnet[hf]'")
     assert run(["export", "hf", str(model), str(tmp_path / "export")]) == 0
     arguments = ["--tasks", "tiny_choice", "--include_path", harness_tasks, "--device", "cpu", "--trust_remote_code"]
     shown = program("lm_eval", "--model", "hf", "--model_args", f"pretrained={tmp_path / 'export'}", *arguments)
@@ -112,6 +114,7 @@ def test_bad_input_is_one_line(model, harness_tasks, tmp_path, capsys):
     assert "nagnet did not write" in refused("--tasks", "tiny_choice", *include, "--out", tmp_path / "full")
 
 
+@pytest.mark.slow
 def test_an_unknown_task_is_named(model, tmp_path, capsys):
     arguments = ["--tasks", "no_such_task", "--include-path", str(tmp_path), "--device", "cpu"]
     assert run(["evaluate", "harness", str(model), *arguments]) == 2

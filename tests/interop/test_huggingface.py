@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,10 @@ from nagnet.cli.application import run
 from nagnet.generation.engine import generate
 from nagnet.nn.readout import ReadoutConfig
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'nagnet[hf]'")
+# Not imported here: the process of the tests has nothing to do with it, and it takes seconds.
+pytestmark = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: pip install 'nagnet[hf]'"
+)
 
 VARIANTS = {
     "norm-agnostic": {"sliding_windows": (5, 0), "n_kv_heads": 2},

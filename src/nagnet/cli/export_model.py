@@ -40,15 +40,12 @@ class Options:
 def main(options: Options) -> None:
     """Exports the model."""
     from nagnet.evaluation.saved_model import find_model
-    from nagnet.files import write_atomically
+    from nagnet.files import TOKENIZER_FILE, write_atomically
     from nagnet.interop.huggingface import hugging_face_files
 
     check_output_folder(options.out, options.force)
     saved = find_model(options.checkpoint)
-    has_tokenizer = options.tokenizer is not None or saved.tokenizer_file is not None
-    files = hugging_face_files(
-        saved, lambda model: saved.tokenizer(model.config.vocab_size, options.tokenizer) if has_tokenizer else None
-    )
+    files = hugging_face_files(saved, options.tokenizer)
     claim_output_folder(options.out, options.force)
     for name, content in files.items():
         write_atomically(options.out / name, content)
@@ -56,5 +53,5 @@ def main(options: Options) -> None:
         sizes = {name: len(content) for name, content in files.items()}
         print(json.dumps({"model": str(saved.folder), "folder": str(options.out), "bytes": sizes}, indent=2))
         return
-    without = "" if has_tokenizer else ", without a tokenizer: there is none beside the model"
+    without = "" if TOKENIZER_FILE in files else ", without a tokenizer: there is none beside the model"
     print(f"{options.out}: {saved.folder} for transformers, {len(files)} files{without}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nagnet.data.tokenizer import BOS_NAME, Tokenizer
@@ -11,30 +11,31 @@ from nagnet.evaluation.saved_model import SavedModel
 from nagnet.interop.model_card import CARD_FILE, model_card
 from nagnet.interop.modelling_code import modelling_code
 from nagnet.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, load_model
-from nagnet.models.decoder import Decoder
 
 ENTRY, ENTRY_NAME = "nagnet.interop.hf_model", "modeling_nagnet"
 CONFIG_CLASS, MODEL_CLASS = "NagnetConfig", "NagnetForCausalLM"
 PREFIX = "decoder."  # of the parameters, by the attribute of the model class
 
 
-def hugging_face_files(saved: SavedModel, find_tokenizer: Callable[[Decoder], Tokenizer | None]) -> dict[str, bytes]:
+def hugging_face_files(saved: SavedModel, tokenizer_file: Path | None = None) -> dict[str, bytes]:
     """Everything such a folder holds, so that nothing is written unless all of it can be made.
 
     Args:
-        saved: where the model is.
-        find_tokenizer: from the model to its tokenizer, or None to leave it out.
+        saved: where the model is. A model without a tokenizer is exported without one.
+        tokenizer_file: another tokenizer to take.
 
     Returns:
         Content by file name, ``config.json`` last: its presence says that the rest is there.
 
     Raises:
-        UserError: if the model is damaged.
+        UserError: if the model is damaged, or the tokenizer is not that of the model.
     """
     import safetensors.torch
 
     model = load_model(saved.folder)
-    tokenizer = find_tokenizer(model)
+    tokenizer = None
+    if tokenizer_file is not None or saved.tokenizer_file is not None:
+        tokenizer = saved.tokenizer(model.config.vocab_size, tokenizer_file)
     tensors = {PREFIX + name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_embeddings:
         del tensors[PREFIX + "readout.weight"]  # the same storage as the embedding, by the model's class

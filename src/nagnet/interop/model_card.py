@@ -82,8 +82,8 @@ def model_card(config: ModelConfig, saved: SavedModel, has_tokenizer: bool) -> s
     sections = [
         _FRONT_MATTER.format(residual=config.residual.replace("_", "-")),
         f"# A {what} decoder of {config.n_layers} blocks x {config.d_model}\n",
-        f"{parameters:,} parameters, vocabulary {config.vocab_size:,}, context {config.max_seq_len:,} tokens, trained "
-        "with nagnet. A language model as it comes from training on text: nothing made it helpful or harmless.\n",
+        f"{parameters:,} parameters, vocabulary {config.vocab_size:,}, context {config.max_seq_len:,} tokens. A "
+        "language model as it comes from training on text: nothing made it helpful or harmless.\n",
         _LOADING.format(classes=classes, more=more, version=version("nagnet")),
         "" if has_tokenizer else "Its tokenizer was not at hand when it was exported, and is not here.\n",
         "## Confidence\n",
