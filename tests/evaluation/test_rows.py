@@ -27,7 +27,7 @@ def check(found, rows, model):
 @pytest.fixture
 def rows():
     generator = torch.Generator().manual_seed(1)
-    lengths = [(9, 4), (3, 1), (17, 16), (2, 1), (12, 12), (9, 1)]
+    lengths = [(9, 4), (3, 1), (17, 16), (2, 1), (12, 12), (9, 1), (1, 1)]
     return [Row(torch.randint(256, (n,), generator=generator).tolist(), start) for n, start in lengths]
 
 

@@ -159,7 +159,7 @@ def _line(group: int, rows: Sequence[tuple[int, Row]], shared: int) -> _Line:
     for branch, (number, row) in enumerate(rows, 1 if shared else 0):
         # The last token of a row predicts nothing, so the model need not see it.
         add(row, range(shared, row.stop - 1), branch)
-        line.places.append((group, number, max(0, row.stop - row.start)))
+        line.places.append((group, number, row.stop - row.start))
     if not line.tokens:  # a row of one token, of which nothing is scored
         add(Row(rows[0][1].ids * 2, 2), range(1), 0)
     return line
