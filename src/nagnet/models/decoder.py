@@ -77,7 +77,6 @@ class Block(nn.Module):
         branch = run_tokens(self.mlp, reading, decision)
         return *mlp_update.advance(state, branch, gain, following), decisions
 
-
     def compile_packed(self) -> None:
         """Compiles what packed tokens run through, for any number of them; packing itself stays between the graphs."""
         self.mlp.compile(dynamic=True, fullgraph=True)

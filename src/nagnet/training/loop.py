@@ -16,6 +16,8 @@ from torch import Tensor
 
 from nagnet.data.loader import BatchLoader
 from nagnet.errors import UserError
+from nagnet.evaluation.saved_model import find_model
+from nagnet.models.checkpoint import load_parameters
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.models.flops import training_flops_per_token
@@ -103,7 +105,10 @@ class Trainer:
         config = self.config
         self.budget = resolve_budget(config, self.model_config)
         self.n_parts = config.accumulation_steps(self.world.size)
-        self.model = Decoder(self.model_config, seed=config.seed).to(self.device)
+        self.model = Decoder(self.model_config, seed=config.seed)
+        if config.init_from is not None:
+            load_parameters(self.model, find_model(config.init_from).folder)
+        self.model.to(self.device)
         self.model.checkpoint_blocks = config.activation_checkpointing
         if self.model.skipping is not None:
             self.model.skipping.set_threshold(None)  # until its start step
@@ -242,7 +247,7 @@ class Trainer:
     def n_steps(self) -> int:
         """Optimizer steps of the whole run; where skipping saves FLOPs of the budget, as many as it now seems."""
         left = self.budget.n_steps - self._position
-        return self.n_done + math.ceil(max(0.0, left) * self.flops_per_step / self.last_step_flops)
+        return self.n_done + math.floor(max(0.0, left) * self.flops_per_step / self.last_step_flops + 0.5)
 
     @property
     def flops_per_step(self) -> int:

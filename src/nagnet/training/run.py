@@ -41,6 +41,7 @@ SUMMARY_FILE = "summary.json"
 LAST_ROWS = 5  # of metrics, that a post-mortem quotes
 # What may change when a run is resumed: nothing that its parameters depend on, but for rounding.
 CHANGEABLE = (
+    "init_from",
     "compile",
     "activation_checkpointing",
     "strategy",
