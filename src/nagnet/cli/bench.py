@@ -41,7 +41,8 @@ class Options:
     batch_size: int | None = None
     """Sequences of training_step and kept_bytes (default: the shape's) and of decoding (default: 1, then 8)."""
     seq_len: int | None = None
-    """Tokens per sequence of training_step and kept_bytes (default: the shape's); already there in decoding and skipping (256)."""
+    """Tokens per sequence of training_step and kept_bytes (default: the shape's); tokens already there in decoding and
+    skipping (256)."""
     rows: int = 16384
     """Tokens of residual_update."""
     d_model: int = 640

@@ -140,7 +140,8 @@ class _Curve:
         convention: Convention,
     ):
         self.model, self.skipping, self._score = model, skipping, score
-        self.seq_len, self.convention = seq_len, convention
+        self.seq_len = seq_len
+        self.convention: Convention = convention
         self.mean_gain: list[float] = []
         self.mean_score: list[float] = []
         self._histogram = torch.zeros(0)
@@ -242,7 +243,8 @@ def draw_depth_curve(points: Sequence[DepthPoint], folder: Path) -> list[Path]:
         if len(chosen) > 1:
             shares = [100.0 * (1.0 - point.flops) for point in chosen]
             values = [point.bits_per_byte for point in chosen]
-            axes.plot(shares, values, marker="o", markersize=4, **(look | {"label": rule}))
+            (line,) = axes.plot(shares, values, **look, marker="o", markersize=4)
+            line.set_label(rule)
     axes.invert_xaxis()
     title = "What is left when sublayers are skipped"
     style.set_text(axes, title, "executed forward FLOPs, % of the full depth", "bits per byte, held-out text")

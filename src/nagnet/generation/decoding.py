@@ -43,8 +43,9 @@ def decode(
 def decode_compiled(
     model: Decoder, cache: KeyValueCache, tokens: Int[Tensor, "b one"], counts: Sequence[int]
 ) -> tuple[Float[Tensor, "b v"], Float[Tensor, " b"]]:
-    """`decode` compiled: one graph serves all blocks and lengths of a batch size, one more the readout, and where tokens
-    can skip sublayers a third keys and values.
+    """`decode` compiled: one graph serves all blocks and lengths of a batch size, one more the readout.
+
+    Where tokens can skip sublayers, a third serves keys and values.
 
     The first call takes half a minute or so, later calls in other processes less: torch caches what it compiled.
     """

@@ -73,8 +73,8 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
     Attributes:
         completions: what was drawn so far, one a sequence.
         prompt_confidences: exp(s_N) at every token of each prompt; filled by the first step.
-        skip_counts: of a model that skips, tokens that came to each sublayer and that ran it, [2, N], in ``prefill`` and
-            ``decode`` apart.
+        skip_counts: of a model that skips, tokens that came to each sublayer and that ran it, [2, N]; those of
+            ``prefill`` and ``decode`` apart.
 
     Raises:
         UserError: for an empty prompt, one that leaves no room in the context, a token outside the vocabulary, and, at

@@ -71,11 +71,12 @@ class Block(nn.Module):
         if skips is not None:
             decisions.append(decision := skips.decide(attention_update.rotation_score(gain), 0))
         branch = self.attention(reading, cos, sin, key_mask, past, decision)
-        state, reading, gain = attention_update.advance(state, branch, gain, mlp_update)
+        state, mlp_reading, mlp_gain = attention_update.advance(state, branch, gain, mlp_update)
         if skips is not None:
-            decisions.append(decision := skips.decide(mlp_update.rotation_score(gain), 1))
-        branch = run_tokens(self.mlp, reading, decision)
-        return *mlp_update.advance(state, branch, gain, following), decisions
+            decisions.append(decision := skips.decide(mlp_update.rotation_score(mlp_gain), 1))
+        assert mlp_reading is not None
+        branch = run_tokens(self.mlp, mlp_reading, decision)
+        return *mlp_update.advance(state, branch, mlp_gain, following), decisions
 
     def compile_packed(self) -> None:
         """Compiles what packed tokens run through, for any number of them; packing itself stays between the graphs."""
@@ -259,6 +260,7 @@ class Decoder(nn.Module):
         limits.recompile_limit = max(limits.recompile_limit, GRAPHS_PER_WIDTH * len(set(self.config.mlp_widths)))
         skips = self.config.skip.on
         for block in self.blocks:
+            assert isinstance(block, Block)
             block.compile(dynamic=False, fullgraph=not skips)
             if skips:
                 block.compile_packed()

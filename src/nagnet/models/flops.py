@@ -4,8 +4,8 @@ Counted: every parameter but the embedding table once per token (matrices, modul
 and the two products of attention. Not counted, for any arm: norms, softmax, activations and the elementwise part
 of the residual update.
 
-A token that skips a sublayer (`nagnet.nn.skip`) still costs its keys and values, its gain and the readout. The scores of
-a skipped query count as those of a mean one.
+A token that skips a sublayer (`nagnet.nn.skip`) still costs its keys and values, its gain and the readout. The scores
+of a skipped query count as those of a mean one.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nagnet.nn.projection import Projection
 from nagnet.nn.rotary import apply_rotary
 from nagnet.nn.scale import LearnedScale
-from nagnet.nn.skip import Decision, drop_skipped, nobody_needs, run_if_any, running_rows, spread, take
+from nagnet.nn.skip import Decision, between_graphs, drop_skipped, nobody_needs, run_if_any, running_rows, spread, take
 from nagnet.ops import reference
 from nagnet.typing import Bool, Float
 
@@ -288,7 +288,7 @@ class Attention(nn.Module):
             mixed = grouped_attention(q, k, v, past.allowed)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2))
 
-    @torch.compiler.disable
+    @between_graphs
     def _packed(
         self,
         x: Tensor,

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from nagnet.errors import UserError
 from nagnet.nn.precision import Float32Module
-from nagnet.typing import Bool, Float
+from nagnet.typing import Float
 
 NOTHING_SKIPPED = -1.0  # a threshold below every score
 SCORE_BINS = 2**14  # of the histogram from which the controller takes its quantile
@@ -26,14 +26,15 @@ SCORE_BINS = 2**14  # of the histogram from which the controller takes its quant
 class SkipPolicy:
     """Which tokens skip a sublayer: those whose rotation score is not above a threshold.
 
-    Give a threshold or a target rate, or neither: then all tokens run all sublayers. Else a model with the policy has a learned vector X per sublayer, which starts at zero and is added to
-    the branch of a token that runs and stands in for that of a token that skips.
+    Give a threshold or a target rate, or neither: then all tokens run all sublayers. A model that can skip has a
+    learned vector X per sublayer, which starts at zero, is added to the branch of a token that runs, and stands in for
+    that of a token that skips.
 
     Attributes:
         threshold: p_thres in [0, 1], fixed.
-        target_rate: share of all tokens' sublayers to skip, in [0, 1). Training steers the threshold to it by an average
-            of the quantiles of earlier batches; evaluation and generation keep the last. 0: nothing is ever skipped, and
-            X is there all the same, which makes a fair control.
+        target_rate: share of all tokens' sublayers to skip, in [0, 1). Training steers the threshold to it by an
+            average of the quantiles of earlier batches; evaluation and generation keep the last. 0: nothing is ever
+            skipped, and X is there all the same, which makes a fair control.
         start_step: optimizer steps before which nothing is skipped. None: training starts after its injection warm-up.
         averaging: weight in [0, 1) of the threshold so far against the quantile of the last batch.
     """
@@ -81,6 +82,7 @@ def rotation_score(gain: Float[Tensor, "*batch"], cap: Float[Tensor, ""]) -> Flo
     return torch.where(nothing, 0.0, torch.atan(gain.abs()) / torch.where(nothing, 1.0, largest)).clamp(max=1.0)
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Execution = Literal["packed", "masked", "branched"]
 
 
@@ -138,7 +140,12 @@ def run_if_any(sublayer: Callable[[Tensor], Tensor], x: Float[Tensor, "b t d"], 
     return drop_skipped(torch.cond(run.any(), sublayer, torch.zeros_like, (x,)), run)
 
 
-@torch.compiler.disable
+def between_graphs(function: Function) -> Function:
+    """Keeps a function out of compiled graphs, which end before it and go on after it."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+@between_graphs
 def _run_packed(sublayer: Callable[[Tensor], Tensor], x: Tensor, run: Tensor) -> Tensor:
     n_running = int(run.sum())
     if n_running == run.numel():
@@ -241,7 +248,8 @@ class Skipping(Float32Module):
         Args:
             counted: bool [B, T], False for padding; None: all are tokens.
         """
-        scores, run = (torch.stack([decision[part] for decision in decisions]).flatten(1) for part in (0, 1))
+        scores = torch.stack([decision.scores for decision in decisions]).flatten(1)
+        run = torch.stack([decision.run for decision in decisions]).flatten(1)
         counted = counted if self._counted is None else self._counted
         if counted is not None:
             scores, run = scores[:, counted.flatten()], run[:, counted.flatten()]

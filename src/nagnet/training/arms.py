@@ -1,8 +1,9 @@
 """Arms by name: what one side of a comparison changes in a recipe, and that it says so.
 
 A name is a residual rule (``pre_norm``), a rule with another readout (``pre_norm+cosine``), the norm-agnostic rule
-without one component (``norm_agnostic-orthogonal``), with Mixture-of-Depths (``mod_20``), or ``tapered``. A rule alone brings its default readout, unless
-the recipe has one of its own; ``RULE+READOUT`` names it whatever the recipe has.
+without one component (``norm_agnostic-orthogonal``), with tokens that skip sublayers (``mod_20``: 20% of them), or
+``tapered``. A rule alone brings its default readout, unless the recipe has one of its own; ``RULE+READOUT`` names it
+whatever the recipe has.
 """
 
 from __future__ import annotations

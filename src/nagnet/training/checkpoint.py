@@ -281,7 +281,7 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
 
 
 def _with_defaults(model_config: dict[str, Any]) -> dict[str, Any]:
-    """A stored model config with the fields that have come since, at their defaults; as it is where it is of no model."""
+    """A stored model config with fields that have come since, at their defaults; as it is where it is of no model."""
     try:
         return _as_json(ModelConfig.from_dict(model_config).to_dict())
     except (UserError, TypeError):

@@ -18,9 +18,9 @@ from nagnet.evaluation.frozen_scale import check_scale_is_used, final_log_norm
 from nagnet.evaluation.saved_model import SavedModel, find_model
 from nagnet.models.checkpoint import load_model
 from nagnet.models.decoder import Decoder
-from nagnet.training.config import RunConfig
 from nagnet.models.flops import SkipRates, skip_rates
 from nagnet.nn.skip import run_rates
+from nagnet.training.config import RunConfig
 from nagnet.training.distributed import World, sum_over_ranks
 from nagnet.training.scoring import ROWS, losses_of, score_documents
 from nagnet.training.text import text_to_score
