@@ -180,3 +180,15 @@ def test_flops_of_what_runs():
     assert shares.sublayer_tokens == pytest.approx(1.25 / 8)
     assert shares.parameters == pytest.approx((0.5 * 2 + 0.75 * 8) / (4 * 12))
     assert shares.flops == pytest.approx((0.5 * attention + 0.75 * mlp) / whole, rel=1e-4)
+
+
+def test_scoring_counts_what_is_scored(skipping, generator):
+    model = skipping()
+    tokens = torch.randint(32, (2, 12), generator=generator)
+    targets = tokens.clone()
+    targets[1, 5:] = -100
+    model.skipping.forget()
+    model.score(tokens, targets)
+    assert model.skipping.counts[0].tolist() == [17] * 4
+    model(tokens)
+    assert model.skipping.counts[0].tolist() == [41] * 4
