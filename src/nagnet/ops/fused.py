@@ -143,12 +143,7 @@ def rotate(
 def _gain_forward(
     direction: Tensor, weight: Tensor, bias: Tensor, mixture: Tensor, raw_beta: Tensor, scale: Tensor, floor: float
 ) -> Tensor:
-    if is_one_row(direction):  # a library call for 32 products takes longer than they do
-        dtype = compute_dtype(direction, weight)
-        logits = matvec(direction.to(dtype), weight) + bias.to(dtype)
-        m = reference.modulation_of_logits(logits, mixture, raw_beta, floor)
-    else:
-        m = reference.modulation(direction, weight, bias, mixture, raw_beta, floor)
+    m = reference.modulation(direction, weight, bias, mixture, raw_beta, floor)
     return scale.to(m.dtype) * m
 
 
@@ -220,12 +215,30 @@ def recomputing_gain(
     return _Gain.apply(direction, weight, bias, mixture, raw_beta, scale, floor)
 
 
+def _gain_of_one_row(
+    direction: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mixture: Tensor,
+    raw_beta: Tensor,
+    scale: Tensor,
+    floor: float = MODULATION_FLOOR,
+) -> Tensor:
+    """`reference.gain` without a library call, which for C products takes longer than they do."""
+    dtype = compute_dtype(direction, weight)
+    logits = matvec(direction.to(dtype), weight) + bias.to(dtype)
+    m = reference.modulation_of_logits(logits, mixture, raw_beta, floor)
+    return scale.to(m.dtype) * m
+
+
 def gain(direction: Tensor, *arguments: Any) -> Tensor:
     """`reference.gain`, compiled; for a 16-bit direction `recomputing_gain`.
 
     Beside a 16-bit direction the C float32 activations of a token are a large part of what backward keeps; beside a
     wider one forming them again costs more time than it saves memory (records/0001-fused-update).
     """
+    if is_one_row(direction):
+        return _gain_of_one_row(direction, *arguments)
     if direction.element_size() == 2:
         return recomputing_gain(direction, *arguments)
     return _call(reference.gain, direction, *arguments)
