@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nagnet.nn.residual import PreNormResidual as PreNormResidual
     from nagnet.nn.residual import centre_rows_ as centre_rows_
     from nagnet.nn.residual import set_injection as set_injection
+    from nagnet.nn.skip import SkipPolicy as SkipPolicy
     from nagnet.training.optimizer import constrain_after_step as constrain_after_step
     from nagnet.training.optimizer import parameter_groups as parameter_groups
 
@@ -35,6 +36,7 @@ _MODULES = {
     "Readout": "nagnet.nn.readout",
     "ReadoutConfig": "nagnet.nn.readout",
     "centre_rows_": "nagnet.nn.residual",
+    "SkipPolicy": "nagnet.nn.skip",
     "constrain_after_step": "nagnet.training.optimizer",
     "gate_health": "nagnet.diagnostics.geometry",
     "generate": "nagnet.generation.engine",

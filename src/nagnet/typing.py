@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 else:
     try:
-        from jaxtyping import Float, Int
+        from jaxtyping import Bool, Float, Int
     except ImportError:
 
         class _Unchecked:
             def __class_getitem__(cls, item):
                 return item[0]
 
-        Float = Int = _Unchecked
+        Bool = Float = Int = _Unchecked
 
-__all__ = ["Float", "Int"]
+__all__ = ["Bool", "Float", "Int"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nagnet.benchmarks import decoding, residual_update, training_loop, training_step
+from nagnet.benchmarks import decoding, residual_update, skipping, training_loop, training_step
 from nagnet.benchmarks.timing import interleave, kept_bytes, machine
 from nagnet.cli.application import run
 from nagnet.errors import UserError
@@ -124,7 +124,7 @@ def test_products_count_the_bytes_of_their_matrices(monkeypatch):
 
 
 def test_decoding_prints_steps_and_products(uncompiled, monkeypatch, capsys):
-    monkeypatch.setattr(generation_decoding, "_compiled", lambda function: function)
+    monkeypatch.setattr(generation_decoding, "_compiled", lambda function, kind: function)
     monkeypatch.setattr(decoding, "COPIED_BYTES", 4096)
     monkeypatch.setattr(decoding, "PRODUCT_BYTES", 4096)
     tiny = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, n_directions=2)
@@ -133,3 +133,36 @@ def test_decoding_prints_steps_and_products(uncompiled, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "batch 1 at 4 tokens" in out and "batch 8 at 4 tokens" in out
     assert out.count("of the bound") == 4 and out.count("of copy") == 8
+
+
+@pytest.fixture
+def tiny_skipping(uncompiled, monkeypatch):
+    """The benchmark of skipping on models of four blocks."""
+    tiny = ModelConfig(d_model=16, n_layers=4, n_heads=2, vocab_size=32, n_directions=2)
+    monkeypatch.setattr(generation_decoding, "_compiled", lambda function, kind: function)
+    monkeypatch.setattr(torch, "cond", lambda pred, yes, no, operands: yes(*operands) if pred else no(*operands))
+    for name, value in (("DECODED", tiny), ("TRAINED", tiny), ("SEQ_LEN", 16), ("COPIED_BYTES", 4096)):
+        monkeypatch.setattr(skipping, name, value)
+
+
+def test_skipping_counts_what_it_saves(tiny_skipping):
+    rows = skipping.bench_skipping_decode(5, CPU, repeats=2)["alternatives"]
+    whole = rows["full depth"]["bytes"]
+    assert rows["nothing skipped"]["bytes"] == whole
+    attention, mlp, keys = 2 * 16 * 16, 8 * 16 * 16, 2 * 6 * 16  # numbers of one block
+    assert whole - rows["25% skipped"]["bytes"] == 4 * (attention + mlp + keys)
+    assert whole - rows["50% skipped"]["bytes"] == 4 * 2 * (attention + mlp + keys)
+    assert whole - rows["all skipped"]["bytes"] == 4 * 4 * (attention + mlp + keys)
+    for row in rows.values():
+        assert row["ceiling"] == whole / row["bytes"]
+        assert row["speedup"] == rows["full depth"]["seconds"]["median"] / row["seconds"]["median"]
+    rows = skipping.bench_skipping_training(CPU, repeats=2, compiled=False)["alternatives"]
+    assert rows["nothing skipped"]["ceiling"] == 1.0
+    assert rows["25% skipped"]["skip_rates"]["sublayer_tokens"] == pytest.approx(0.25, abs=0.03)
+    assert 1.0 < rows["25% skipped"]["ceiling"] < 1.33
+
+
+def test_skipping_prints(tiny_skipping, capsys):
+    assert run(["bench", "skipping", "--repeats", "2", "--seq-len", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("of the ceiling") == 6 and "all skipped" in out

@@ -7,6 +7,7 @@ from nagnet.evaluation import rows as module
 from nagnet.evaluation.rows import Row, RowScorer, evaluating
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.nn.skip import SkipPolicy
 
 
 def alone(model, row):
@@ -48,6 +49,7 @@ MODELS = {
     "norm-agnostic": {},
     "windows and grouped heads": {"sliding_windows": (3, 0, 7), "n_kv_heads": 2},
     "pre-norm": {"residual": "pre_norm"},
+    "skipping": {"skip": SkipPolicy(threshold=0.5), "sliding_windows": (3, 0, 7)},
 }
 # Lengths of what rows share, and (length of the rest, scored tokens of it) of each row.
 GROUPS = {
@@ -83,6 +85,8 @@ def test_rows_that_begin_alike_are_scored_as_each_alone(name, batch_tokens, gene
         for scores in RowScorer(model, 256, batch_tokens).scores(groups):
             assert not found.keys() & scores.keys()
             found |= scores
+    if model.skipping is not None:
+        assert min(model.skipping.run_rates()) < 0.9
     for place, group in enumerate(groups):
         check(found[place], group, model)
 

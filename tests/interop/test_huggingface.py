@@ -14,6 +14,7 @@ import torch
 from nagnet.cli.application import run
 from nagnet.generation.engine import generate
 from nagnet.nn.readout import ReadoutConfig
+from nagnet.nn.skip import SkipPolicy
 
 # Not imported here: the process of the tests has nothing to do with it, and it takes seconds.
 pytestmark = pytest.mark.skipif(
@@ -25,6 +26,8 @@ VARIANTS = {
     "norm-agnostic, tied": {"tie_embeddings": True},
     "twin": {"residual": "pre_norm"},
     "twin, tied": {"residual": "pre_norm", "tie_embeddings": True, "mlp": "swiglu"},
+    "norm-agnostic, skipping": {"skip": SkipPolicy(threshold=0.5), "sliding_windows": (5, 0)},
+    "norm-agnostic, skipping, tied": {"skip": SkipPolicy(threshold=0.45), "tie_embeddings": True},
     "ngpt": {"residual": "ngpt"},
     "without parts": {"without": ("beta", "orthogonal"), "readout": ReadoutConfig("unit", "learned_log_norm", 15.0)},
 }
@@ -99,6 +102,9 @@ def test_logits_and_generation_without_nagnet(name, export, stranger):
     ids = torch.randint(model.config.vocab_size, (3, 20), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         logits, state = model(ids), model.trunk(ids).split()
+    if model.skipping is not None:
+        rates = model.skipping.run_rates()
+        assert min(rates) < 0.9 and max(rates) > 0.1
     targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     found = stranger(
         folder,
@@ -292,10 +298,13 @@ def test_lm_eval_scores_it_as_it_scores_ours(export, stranger, harness_tasks):
     assert 0 <= found["tasks"]["tiny_choice"]["acc,none"] <= 1 and "exact_match,none" in found["tasks"]["tiny_generate"]
 
 
-def test_the_folder_says_what_it_holds(export):
+def test_the_folder_says_what_it_holds(export, stranger):
     model, _, folder = export("norm-agnostic")
     config = json.loads((folder / "config.json").read_text())
     assert config["nagnet"] == json.loads(json.dumps(model.config.to_dict()))
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "inverse temperature" in card
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in card
+    code = card.split("```python\n")[1].split("```")[0]
+    shape = stranger(folder, f"import os\nos.chdir(folder)\nresult = []\n{code}result = list(confidence.shape)")
+    assert shape[0] == 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nagnet import ops
 from nagnet.ops import fused, reference
 
 BOTH = (fused.recomputing_gain, reference.gain)
@@ -100,3 +101,23 @@ def test_activations_are_formed_again_beside_a_16_bit_direction_only(dtype, reco
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t):
         fused.gain(*inputs, reference.MODULATION_FLOOR)
     assert ((50, 8) not in kept) == recomputes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_row_compiled(dtype):
+    """The path of decoding: its own product, no library call, the reference's value and gradients."""
+    arguments = [torch.randn(size) for size in ((1, 1, 48), (6, 48), (6,), (6,), (), ())]
+    arguments[0] = arguments[0].to(dtype)
+    if dtype == torch.float64:
+        arguments = [argument.double() for argument in arguments]
+    for argument in arguments:
+        argument.requires_grad_(True)
+    compiled = torch.compile(lambda *inputs: ops.gain(*inputs), fullgraph=True)
+    found, expected = compiled(*arguments), reference.gain(*arguments)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found.sum(), arguments), torch.autograd.grad(expected.sum(), arguments), strict=True
+    ):
+        torch.testing.assert_close(a, b)

@@ -47,7 +47,14 @@ def tokens(generator):
 
 def test_every_rule_and_combination_has_a_name():
     assert set(RULES) == set(RESIDUAL_STREAMS)
-    expected = {*RULES, *(f"norm_agnostic-{name}" for name in (*COMPONENTS, "directions")), "tapered"}
+    expected = {
+        *RULES,
+        *(f"norm_agnostic-{name}" for name in (*COMPONENTS, "directions")),
+        "tapered",
+        "mod_0",
+        "mod_20",
+        "mod_25",
+    }
     expected |= {f"{rule}+{readout}" for rule in RULES for readout in READOUTS}
     # exp(s) is 1 where every vector is normalised
     expected -= {f"{rule}+{readout}" for rule in ("post_norm", "ngpt") for readout in ("cosine", "free")}
@@ -87,7 +94,7 @@ def test_every_parameter_is_trained_by_its_role(arm):
 def test_health_is_measured_and_the_model_saved(arm, randomised, tokens, tmp_path):
     health = stream_health(randomised, tokens)
     assert len(health.rotation) == 4 and all(map(math.isfinite, health.rotation + health.norm))
-    assert (health.gates is not None) == arm.startswith("norm_agnostic")
+    assert (health.gates is not None) == arm.startswith(("norm_agnostic", "mod_"))
     assert torch.equal(load_model(save_model(randomised, tmp_path))(tokens), randomised(tokens))
 
 

@@ -136,7 +136,7 @@ def _changed_everywhere() -> RunConfig:
 def test_json_and_back():
     run = _changed_everywhere()
     still_default = {field.name for field in dataclasses.fields(run) if getattr(run, field.name) == field.default}
-    assert still_default == {"flops", "tokens", "steps", "micro_batches"}
+    assert still_default == {"flops", "tokens", "steps", "micro_batches", "init_from"}
     assert RunConfig.from_dict(json.loads(json.dumps(run.to_dict()))) == run
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-import types
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +20,10 @@ import torch.distributed as dist
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.nn.skip import SkipPolicy
 from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.training.compute import autocast
+from nagnet.training.config import RunConfig
 from nagnet.training.distributed import (
     World,
     any_rank,
@@ -33,8 +34,10 @@ from nagnet.training.distributed import (
     whole_tensor,
     world_of_environment,
 )
+from nagnet.training.loop import Trainer
 from nagnet.training.optimizer import OptimizerConfig, build_optimizers, constrain_after_step
 from nagnet.training.parallel import Parallel, parallelize
+from nagnet.training.schedule import ScheduleConfig
 
 # 33 rows do not divide by two: shards of unequal size.
 SMALL = ModelConfig(d_model=32, n_layers=3, n_heads=2, vocab_size=33, max_seq_len=16, n_directions=3)
@@ -43,6 +46,7 @@ CONFIGS = {
     "tied": SMALL.replace(tie_embeddings=True),
     "pre_norm": SMALL.replace(residual="pre_norm"),
 }
+SKIPS = SMALL.replace(skip=SkipPolicy(target_rate=0.3, start_step=1))
 CPU = torch.device("cpu")
 STRATEGIES = ("ddp", "fsdp")
 # Largest difference to one process, as a share of the tensor's largest entry, or of a hundredth of the largest of all:
@@ -206,34 +210,64 @@ def check_bfloat16_leaves_norm_lane_and_gates_in_float32(world):
             assert values.dtype == torch.float32
 
 
-def _without_mlp(
-    self, state, reading, gain, attention_update, mlp_update, following, cos, sin, key_mask=None, past=None
-):
-    branch = self.attention(reading, cos, sin, key_mask)
-    state, _, _ = attention_update.advance(state, branch, gain, mlp_update)
-    return state, following.read(state), following.gain(state)
-
-
 def _skip_mlp(model: Decoder, skip: bool) -> None:
-    """Makes the second block leave out its MLP, or run it again."""
-    block = model.blocks[1]
-    block.forward = types.MethodType(_without_mlp if skip else type(block).forward, block)
+    """Makes the second block leave out its MLP for all tokens, or run it again."""
+
+    def replaced(block: int, shape: torch.Size) -> torch.Tensor:
+        runs = torch.ones(2, *shape)
+        if block == 1 and skip:
+            runs[1] = 0.0
+        return runs
+
+    assert model.skipping is not None
+    model.set_skip_threshold(0.5)
+    model.skipping.replaced = replaced
 
 
 def check_a_sublayer_skipped_by_one_process_and_by_both(world):
     for strategy in STRATEGIES:
-        parallel = parallelize(_model(), world, strategy, unused_parameters=True)
+        parallel = parallelize(_model(SKIPS), world, strategy)
         for skipping in ({1}, {0, 1}, {0}, set()):
-            alone = _model()
+            alone = _model(SKIPS)
             _backward_alone(alone, before_row=lambda row: _skip_mlp(alone, row // 2 in skipping))  # noqa: B023
             parallel.model.zero_grad(set_to_none=True)
             _skip_mlp(parallel.model, world.rank in skipping)
             _backward(parallel)
             actual, expected = _gradients(parallel.model), _gradients(alone)
+            assert None not in (*actual.values(), *expected.values())  # a matrix nobody used has a gradient of zeros
             _assert_close(actual, expected, GRADIENT_BOUND)
-            unused = [name for name, want in expected.items() if want is None]
-            assert (len(unused) > 2) == (skipping == {0, 1})
-            assert all(actual[name] is None for name in unused if strategy == "ddp" or name.startswith("stream"))
+            assert bool(expected["blocks.1.mlp.up_proj.weight"].any()) == (skipping != {0, 1})
+
+
+class _Rows:
+    """Gives a process its rows of random tokens."""
+
+    def __init__(self, world: World):
+        self._world = world
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.randint(33, (4, 13), generator=torch.Generator().manual_seed(step)).chunk(self._world.size)
+        return rows[self._world.rank][:, :-1], rows[self._world.rank][:, 1:]
+
+    def epoch_of(self, step: int) -> int:
+        return 0
+
+
+def check_skipping_is_steered_by_all_processes(world):
+    run = RunConfig(model=SKIPS, steps=4, batch_size=4, seq_len=12, compile=False, dtype="float32")
+    run = run.replace(schedule=ScheduleConfig(injection_warmup=0.0))
+    alone = Decoder(SKIPS, seed=run.seed)
+    with torch.no_grad():
+        alone(_Rows(World()).batch(0)[0])
+    for strategy in STRATEGIES:
+        trainer = Trainer("mod", run.replace(strategy=strategy), SKIPS, _Rows(world), CPU, world=world)
+        rows = [trainer.step() for _ in range(4)]
+        assert rows[0]["skip_threshold"] < 0 and rows[0]["skip_rate"] == 0
+        assert rows[1]["skip_threshold"] == pytest.approx(alone.skipping.quantile(0.3), abs=1e-6)
+        assert 0.1 < rows[1]["skip_rate"] < 0.5
+        for row in rows:
+            same = torch.tensor([row["skip_threshold"], row["skip_rate"]], dtype=torch.float64)
+            assert torch.equal(sum_over_ranks(same.clone()), 2 * same)
 
 
 def check_scores_trunk_logits_and_the_whole_model(world):

@@ -13,6 +13,8 @@ from nagnet.data.loader import BatchLoader, PackedTokens
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.models.flops import training_flops_per_token
+from nagnet.nn.skip import SkipPolicy
 from nagnet.training.config import RunConfig
 from nagnet.training.distributed import World
 from nagnet.training.loop import NonFiniteLoss, Trainer, backward, interrupt_flag
@@ -147,3 +149,56 @@ def test_learning_rate_rises_holds_and_falls(step, expected):
 def test_bad_run_config_names_the_field(changes, message):
     with pytest.raises(UserError, match=message):
         _trainer(**changes)
+
+
+def _skipping_trainer(**changes):
+    policy = SkipPolicy(**({"target_rate": 0.25, "averaging": 0.5} | changes.pop("policy", {})))
+    trainer = _trainer(**changes)
+    model = TINY.replace(skip=policy)
+    return Trainer("mod", trainer.config.replace(model=model), model, trainer.loader, CPU)
+
+
+def test_skipping_buys_tokens():
+    """A budget in FLOPs counts what was executed, so a run that skips sees more tokens, on the same schedule."""
+    full, skipping = _trainer(flops=8e8), _skipping_trainer(flops=8e8)
+    while not full.finished:
+        full.step()
+    rows = []
+    while not skipping.finished:
+        rows.append(skipping.step())
+    assert skipping.flops == pytest.approx(full.flops, rel=0.01)
+    rates = [row["skip_rate"] for row in rows]
+    start = next(index for index, row in enumerate(rows) if row["injection"] == 1.0) + 1
+    assert max(rates[:start]) == 0 and np.mean(rates[start + 5 :]) == pytest.approx(0.25, abs=0.04)
+    assert skipping.tokens > 1.05 * full.tokens
+    assert skipping.n_steps == skipping.n_done == len(rows)
+    assert rows[-1]["lr_scale"] == pytest.approx(full.config.schedule.final_lr, abs=0.03)
+    executed = sum(training_flops_per_token(skipping.model_config, 16, run_rates=row["run_rates"]) for row in rows)
+    assert skipping.flops == executed * skipping.config.tokens_per_step
+
+
+def test_a_budget_in_steps_stays_one():
+    trainer = _skipping_trainer(flops=None, steps=12)
+    while not trainer.finished:
+        trainer.step()
+    assert trainer.n_done == 12 and trainer.flops < 12 * trainer.flops_per_step
+
+
+def test_fixed_threshold_and_start_step():
+    trainer = _skipping_trainer(flops=None, steps=6, policy={"target_rate": None, "threshold": 0.45, "start_step": 3})
+    rows = [trainer.step() for _ in range(6)]
+    assert [row["skip_threshold"] for row in rows] == pytest.approx([-1, -1, -1, 0.45, 0.45, 0.45])
+
+
+def test_evaluation_neither_moves_the_threshold_nor_counts():
+    trainers = [_skipping_trainer(flops=None, steps=20) for _ in range(2)]
+    for step in range(20):
+        rows = []
+        for trainer, evaluates in zip(trainers, (True, False), strict=True):
+            if evaluates and step % 3 == 0:
+                before = float(trainer.model.skipping.threshold)
+                trainer.model.score(*trainer.batch(step + 7))
+                assert float(trainer.model.skipping.threshold) == before
+            rows.append(trainer.step())
+        for key in ("loss", "skip_threshold", "run_rates", "flops"):
+            assert rows[0][key] == rows[1][key]

@@ -1,5 +1,6 @@
 """A whole run: exact after stops and kills, honest about what changed, and nothing lost when it fails."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import torch
 from nagnet.errors import UserError
 from nagnet.models.checkpoint import load_model
 from nagnet.models.config import ModelConfig
+from nagnet.nn.skip import SkipPolicy
 from nagnet.training.config import RunConfig
 from nagnet.training.loop import NonFiniteLoss, Trainer
 from nagnet.training.metrics import read_metrics
@@ -230,3 +232,58 @@ def test_killed_twenty_times_at_random_nothing_is_lost(config, tmp_path):
     last = _open(config, out, resume=True)
     assert last.trainer.finished
     _assert_same(last, whole)
+
+
+@pytest.fixture
+def skipping(config):
+    return config.replace(model=config.model.replace(skip=SkipPolicy(target_rate=0.2)))
+
+
+def test_two_stops_change_nothing_of_what_is_skipped(skipping, tmp_path, monkeypatch):
+    whole = _open(skipping, tmp_path / "whole")
+    whole.train()
+    for step in (7, 13):
+        run = _open(skipping, tmp_path / "stopped", resume=step > 7)
+        _stop_after(monkeypatch, run, step)
+        run.train()
+    run = _open(skipping, tmp_path / "stopped", resume=True)
+    run.train()
+    _assert_same(run, whole)
+    row = _rows(whole.out)[-1]
+    assert row["skip_rate"] > 0 and len(row["run_rates"]) == 4
+
+
+def test_a_model_of_the_full_depth_is_trained_on_with_skipping(config, skipping, tmp_path):
+    first = _open(config, tmp_path / "first")
+    first.train()
+    second = _open(skipping.replace(init_from=str(tmp_path / "first")), tmp_path / "second")
+    found, expected = second.trainer.model.state_dict(), first.trainer.model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(not tensor.any() for name, tensor in found.items() if name.endswith("skip_vector"))
+    assert second.train()["finished"]
+    with pytest.raises(UserError, match="do not fit"):
+        _open(
+            skipping.replace(init_from=str(tmp_path / "first"), model=skipping.model.replace(d_ff=32)), tmp_path / "x"
+        )
+    with pytest.raises(UserError, match="no folder"):
+        _open(config.replace(init_from=str(tmp_path / "nowhere")), tmp_path / "x")
+
+
+def test_a_checkpoint_from_before_there_was_skipping_resumes(config, tmp_path, monkeypatch):
+    run = _open(config, tmp_path)
+    _stop_after(monkeypatch, run, 7)
+    run.train()
+    path = run.checkpoints.latest()
+    for file, keys in ((path / "config.json", ()), (path / "checkpoint.json", ("config", "model"))):
+        values = inner = json.loads(file.read_text())
+        for key in keys:
+            inner = inner[key]
+        del inner["skip"]
+        if keys:
+            del values["values"]["trainer"]["flops"]
+            content = (path / "config.json").read_bytes()
+            values["files"]["config.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        file.write_text(json.dumps(values))
+    resumed = _open(config, tmp_path, resume=True)
+    assert resumed.trainer.flops == 7 * resumed.trainer.flops_per_step
+    assert resumed.train()["finished"]

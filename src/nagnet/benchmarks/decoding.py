@@ -60,11 +60,11 @@ def bench_decoding(
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         model = Decoder(model_config.replace(residual=arm), seed=0).to(device=device, dtype=dtype)
-        cache = _filled(model, batch_size, context)
+        cache = filled_cache(model, batch_size, context)
         arms[arm] = {"bytes": bytes_per_step(model, cache)}
-        steps[f"{arm} uncompiled"] = functools.partial(_step, decode, model, cache, context)
+        steps[f"{arm} uncompiled"] = functools.partial(step_at, decode, model, cache, context)
         if compiled:
-            steps[arm] = functools.partial(_step, decode_compiled, model, cache, context)
+            steps[arm] = functools.partial(step_at, decode_compiled, model, cache, context)
             start = time.perf_counter()
             steps[arm]()
             arms[arm]["first_step_seconds"] = time.perf_counter() - start
@@ -130,7 +130,7 @@ def _each(product: Callable[[Tensor, Tensor], Tensor], row: Tensor, matrices: li
 
 
 @torch.no_grad()
-def _filled(model: Decoder, batch_size: int, context: int) -> KeyValueCache:
+def filled_cache(model: Decoder, batch_size: int, context: int) -> KeyValueCache:
     """A cache with ``context`` tokens of each sequence."""
     cache = KeyValueCache(model, batch_size, context + 1)
     tokens = torch.randint(model.config.vocab_size, (batch_size, context), generator=torch.Generator().manual_seed(0))
@@ -139,7 +139,7 @@ def _filled(model: Decoder, batch_size: int, context: int) -> KeyValueCache:
 
 
 @torch.no_grad()
-def _step(decoding: Decoding, model: Decoder, cache: KeyValueCache, context: int) -> tuple[Tensor, Tensor]:
+def step_at(decoding: Decoding, model: Decoder, cache: KeyValueCache, context: int) -> tuple[Tensor, Tensor]:
     """One step at a fixed length, so that every round does the same work."""
     cache.lengths = [context] * len(cache.lengths)
     tokens = torch.ones(len(cache.lengths), 1, dtype=torch.long, device=cache.device)

@@ -1,6 +1,6 @@
 """Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
 
-Benchmarks: residual_update, training_step, kept_bytes, training_loop, decoding, loss,
+Benchmarks: residual_update, training_step, kept_bytes, training_loop, decoding, skipping, loss,
 compile_time, or all. Expect one to five minutes each.
 """
 
@@ -24,7 +24,15 @@ class Options:
 
     benchmark: tyro.conf.Positional[
         Literal[
-            "residual_update", "training_step", "kept_bytes", "training_loop", "decoding", "loss", "compile_time", "all"
+            "residual_update",
+            "training_step",
+            "kept_bytes",
+            "training_loop",
+            "decoding",
+            "skipping",
+            "loss",
+            "compile_time",
+            "all",
         ]
     ] = "residual_update"
     """Which benchmark."""
@@ -33,7 +41,8 @@ class Options:
     batch_size: int | None = None
     """Sequences of training_step and kept_bytes (default: the shape's) and of decoding (default: 1, then 8)."""
     seq_len: int | None = None
-    """Tokens per sequence of training_step and kept_bytes (default: the shape's); already there in decoding (256)."""
+    """Tokens per sequence of training_step and kept_bytes (default: the shape's); tokens already there in decoding and
+    skipping (256)."""
     rows: int = 16384
     """Tokens of residual_update."""
     d_model: int = 640
@@ -120,6 +129,16 @@ def _decoding(options: Options, device: Any) -> Any:
     }
 
 
+def _skipping(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.decoding import CONTEXT
+    from nagnet.benchmarks.skipping import bench_skipping_decode, bench_skipping_training
+
+    return {
+        "decoding": bench_skipping_decode(options.seq_len or CONTEXT, device, options.repeats),
+        "training": bench_skipping_training(device, options.repeats),
+    }
+
+
 def _loss(options: Options, device: Any) -> Any:
     from nagnet.benchmarks.loss import bench_loss, bench_loss_time
 
@@ -141,6 +160,7 @@ _BENCHMARKS = {
     "kept_bytes": _kept_bytes,
     "training_loop": _training_loop,
     "decoding": _decoding,
+    "skipping": _skipping,
     "loss": _loss,
     "compile_time": _compile_time,
 }
@@ -223,6 +243,26 @@ def _decoding_lines(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _skipping_lines(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, part in result.items():
+        lines.append(f"  {name}, {part['shape']}")
+        for alternative, row in part["alternatives"].items():
+            bound = (
+                f", {row['seconds']['median'] / row['bound']:.2f} x the bound of its bytes" if "bound" in row else ""
+            )
+            against = (
+                ""
+                if alternative == "full depth"
+                else (
+                    f"  speed-up {row['speedup']:.3f}, {row['speedup'] / row['ceiling']:.2f} of the ceiling "
+                    f"{row['ceiling']:.3f}"
+                )
+            )
+            lines.append(f"  {alternative:16} {_milliseconds(row['seconds'])}{against}{bound}")
+    return lines
+
+
 def _loss_lines(result: dict[str, Any]) -> list[str]:
     memory = "  " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in result["memory"].items())
     return [memory, *(f"  {row['name']:20} {_milliseconds(row['seconds'])}" for row in result["time"])]
@@ -239,6 +279,7 @@ _LINES = {
     "kept_bytes": _kept_lines,
     "training_loop": _loop_lines,
     "decoding": _decoding_lines,
+    "skipping": _skipping_lines,
     "loss": _loss_lines,
     "compile_time": _compile_lines,
 }

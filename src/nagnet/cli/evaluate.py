@@ -40,6 +40,8 @@ class Bpb:
     """Number type of the model. auto: float64, on mps float32, where sums agree to 6 digits only."""
     freeze_scale: bool = False
     """Give every token the same scale exp(s), of the text's mean s, instead of its own confidence."""
+    skip_threshold: float | None = None
+    """Tokens skip sublayers whose rotation score is not above this, 0 to 1; default: as the model was trained."""
     tokenizer: Path | None = None
     """The model's tokenizer.json, where it is not found beside the model."""
     device: DeviceName = "auto"
@@ -70,6 +72,8 @@ class Core:
     """Give every token the same scale exp(s), of the mean s over the run's held-out text or --data."""
     data: str | None = None
     """With --freeze-scale: a prepared folder, or a file or folder of text; default: the run's own."""
+    skip_threshold: float | None = None
+    """Tokens skip sublayers whose rotation score is not above this, 0 to 1; default: as the model was trained."""
     tokenizer: Path | None = None
     """The model's tokenizer.json, where it is not found beside the model."""
     out: Path | None = None

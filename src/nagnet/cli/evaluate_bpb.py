@@ -22,7 +22,14 @@ def evaluate_bpb(options: Bpb, world: World, device: torch.device) -> None:
     """Scores the text and prints the result in the main process."""
     dtype = _dtype(options.dtype, device)
     opened = open_model(
-        options.checkpoint, device, dtype, world, options.tokenizer, options.seq_len, options.freeze_scale
+        options.checkpoint,
+        device,
+        dtype,
+        world,
+        options.tokenizer,
+        options.seq_len,
+        options.freeze_scale,
+        options.skip_threshold,
     )
     documents, source = opened.text(options.data, options.max_bytes, options.whole)
     log_norm = None
@@ -32,6 +39,7 @@ def evaluate_bpb(options: Bpb, world: World, device: torch.device) -> None:
     frozen = nullcontext() if log_norm is None else frozen_scale(opened.model, log_norm)
     with Progress("scoring", 1.0, quiet=not world.is_main) as progress, frozen:
         scores = opened.score(documents, None, options.batch_size, lambda done, of: progress.update(done / of))
+    skips = opened.skip_rates()
     result = {
         "bits_per_byte": scores.bits_per_byte,
         "nats_per_token": float(scores.nats.sum() / scores.n_tokens.sum()),
@@ -43,6 +51,7 @@ def evaluate_bpb(options: Bpb, world: World, device: torch.device) -> None:
         "device": str(device),
         "processes": world.size,
         "frozen_log_norm": log_norm,
+        "skip_rates": None if skips is None else skips._asdict(),
         "text": source,
         "text_hash": hash_documents(documents),
         "model": str(opened.saved.folder),
@@ -67,5 +76,8 @@ def _describe(result: dict[str, Any]) -> str:
     ]
     if result["frozen_log_norm"] is not None:
         lines.append(f"scale   exp({result['frozen_log_norm']:.4f}) for every token, instead of its own")
+    if result["skip_rates"] is not None:
+        shares = (f"{share:.1%} of {name.replace('_', '-')}" for name, share in result["skip_rates"].items())
+        lines.append(f"skipped {', '.join(shares)}")
     bits, nats = result["bits_per_byte"], result["nats_per_token"]
     return "\n".join([*lines, f"result  {bits:.6f} bits per byte ({nats:.6f} nats per token)"])

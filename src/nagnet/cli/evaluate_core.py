@@ -38,7 +38,13 @@ def evaluate_core(options: Core, device: torch.device) -> None:
     goes_on = options.resume and (out / ANSWERS_FILE).exists()
     _check(options, out, goes_on)
     bundle = read_bundle(options.bundle, options.max_per_task)
-    opened = open_model(options.checkpoint, device, tokenizer_file=options.tokenizer, freezable=options.freeze_scale)
+    opened = open_model(
+        options.checkpoint,
+        device,
+        tokenizer_file=options.tokenizer,
+        freezable=options.freeze_scale,
+        skip_threshold=options.skip_threshold,
+    )
     log_norm = _mean_log_norm(opened, options) if options.freeze_scale else None
     identity = {
         "weights": opened.saved.content_hash(),
@@ -47,6 +53,7 @@ def evaluate_core(options: Core, device: torch.device) -> None:
         "max_per_task": options.max_per_task,
         "max_tokens": options.max_tokens or opened.model.config.max_seq_len,
         "frozen_log_norm": log_norm,
+        "skip_threshold": options.skip_threshold,
     }
     if not goes_on:
         claim_output_folder(out, options.force)

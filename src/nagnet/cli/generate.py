@@ -55,6 +55,8 @@ class Options:
     """Tokens a text may have, prompt included; default: what the model was made for."""
     batch_size: int = 8
     """Texts at a time."""
+    skip_threshold: float | None = None
+    """Tokens skip sublayers whose rotation score is not above this, 0 to 1; default: as the model was trained."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the blocks' matrices; embedding, gates and readout stay float32."""
     compile: bool = False
@@ -85,6 +87,8 @@ def main(options: Options) -> None:
     saved = find_model(options.checkpoint)
     model = load_model(saved.folder, resolve_device(options.device)).eval()
     tokenizer = saved.tokenizer(model.config.vocab_size, options.tokenizer)
+    if options.skip_threshold is not None:
+        model.set_skip_threshold(options.skip_threshold)
     model.to(getattr(torch, options.dtype))
     jobs = [(p, s) for p in range(len(prompts)) for s in range(options.samples)]
     printer = _JsonPrinter(tokenizer, saved.folder) if options.json else _TextPrinter(model, options, len(jobs) > 1)
@@ -111,6 +115,7 @@ def _run(options: Options, sampling: Any, model: Any, tokenizer: Any, batch: lis
         options.context,
         printer.piece,
         lambda confidences: printer.begin(batch, confidences),
+        printer.skipped,
     )
     printer.end(batch, completed, time.perf_counter() - start)
 
@@ -152,6 +157,10 @@ class _JsonPrinter:
     def __init__(self, tokenizer: Any, folder: Path):
         self._tokenizer, self._folder = tokenizer, folder
         self._rows: list[dict[str, Any]] = []
+        self._skips: dict[str, Any] = {}
+
+    def skipped(self, rates: dict[str, Any]) -> None:
+        self._skips = {"skip_rates": {phase: shares._asdict() for phase, shares in rates.items()}}
 
     def begin(self, batch: list[Any], confidences: list[list[float]]) -> None:
         pass
@@ -171,7 +180,7 @@ class _JsonPrinter:
                 for drawn in result.completion.tokens
             ]
             row = {"prompt_index": prompt, "sample": sample, "prompt": result.prompt, "text": result.text}
-            self._rows.append(row | {"finish": result.completion.finish, "tokens": tokens})
+            self._rows.append(row | {"finish": result.completion.finish} | self._skips | {"tokens": tokens})
 
     def close(self) -> None:
         print(json.dumps({"model": str(self._folder), "completions": self._rows}, indent=2))
@@ -188,6 +197,11 @@ class _TextPrinter:
         self._several = several
         self._pieces: dict[int, list[Any]] = {}
         self._confidences: list[list[float]] = []
+        self._skips = ""
+
+    def skipped(self, rates: dict[str, Any]) -> None:
+        parts = (f"{phase} {r.sublayer_tokens:.0%} ({r.flops:.0%} of FLOPs)" for phase, r in rates.items())
+        self._skips = f"; sublayers skipped in {', '.join(parts)}"
 
     def begin(self, batch: list[Any], confidences: list[list[float]]) -> None:
         self._pieces, self._confidences = {index: [] for index in range(len(batch))}, confidences
@@ -210,7 +224,7 @@ class _TextPrinter:
             self._shades.end()
         n_tokens = sum(len(result.completion.tokens) for result in completed)
         ends = ", ".join(sorted({str(result.completion.finish) for result in completed}))
-        note = f"{n_tokens} tokens, {n_tokens / seconds:,.1f} a second with the prompts; ended by: {ends}"
+        note = f"{n_tokens} tokens, {n_tokens / seconds:,.1f} a second with the prompts; ended by: {ends}{self._skips}"
         print(note, file=sys.stderr)
 
     def close(self) -> None:

@@ -26,6 +26,9 @@ COMMANDS: dict[str, Command] = {
     "train": Command("nagnet.cli.train", "Train a recipe, with checkpoints, metrics and a watch on the gates"),
     "preflight": Command("nagnet.cli.preflight", "A few tiny experiments before a big run: memory, speed, cost, gates"),
     "compare": Command("nagnet.cli.compare", "Compare arms on the same batches and FLOPs, over seeds", "train,report"),
+    "depth-curve": Command(
+        "nagnet.cli.depth_curve", "Show what skipping sublayers costs and saves a trained model", "train,report"
+    ),
     "generate": Command("nagnet.cli.generate", "Continue text with a trained model, shaded by its confidence"),
     "extrapolate": Command("nagnet.cli.extrapolate", "Predict the gap between two arms at a larger budget"),
     "data": Command("nagnet.cli.data", "Turn text into token shards for training, and check them", extras="data"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nagnet.errors import UserError
 from nagnet.models.decoder import Decoder
-from nagnet.nn.attention import Past, grouped_attention
+from nagnet.nn.attention import Past
 from nagnet.ops.loss import IGNORED_TARGET
 
 BATCH_TOKENS, BATCH_TOKENS_CPU = 32_768, 4096  # padding included, of one forward pass; caches are small
@@ -168,18 +168,20 @@ def _line(group: int, rows: Sequence[tuple[int, Row]], shared: int) -> _Line:
 class _Branches:
     """What a layer is given as its past (`LayerPast`) where rows stand side by side: who sees whom."""
 
+    written = False
+
     def __init__(self, allowed: Tensor):
-        self._allowed = allowed
+        self.allowed = allowed
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Keeps keys and values [B, G, T, k] for ``attend``."""
+        """Keeps keys and values [B, G, T, k] of this pass."""
         self._seen = k, v
 
-    def attend(self, q: Tensor) -> Tensor:
-        """Softmax attention of queries [B, H, T, k] to what they see."""
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """What was written."""
         assert self._seen is not None
-        return grouped_attention(q, *self._seen, self._allowed)
+        return self._seen
 
 
 def branching_past(model: Decoder, positions: Tensor, branches: Tensor) -> Past:
@@ -196,7 +198,7 @@ def branching_past(model: Decoder, positions: Tensor, branches: Tensor) -> Past:
     # Padding stands at position 0: it sees itself in any window.
     by_window = {w: (seen & (distance < w) if w else seen).unsqueeze(1) for w in set(windows)}
     layers: list[Any] = [_Branches(by_window[windows[layer % len(windows)]]) for layer in range(model.config.n_layers)]
-    return Past(positions, int(positions.max()) + 1, layers)
+    return Past(positions, int(positions.max()) + 1, layers, branches >= 0)
 
 
 def score_targets(

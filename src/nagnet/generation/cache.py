@@ -94,7 +94,7 @@ class KeyValueCache:
             first, slots, allowed = by_window[window]
             seen = slice(first + 1, end + 2)
             layers.append(LayerPast(keys[:, :, seen], values[:, :, seen], slots, allowed))
-        return Past(positions, end, layers)
+        return Past(positions, end, layers, is_token)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Counts the tokens of a pass that has been made."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+import re
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nagnet import ops
 from nagnet.generation.cache import KeyValueCache, extend
-from nagnet.models.decoder import GRAPHS_PER_WIDTH, Decoder
+from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
+from nagnet.nn.attention import LayerPast
 from nagnet.typing import Float, Int
+
+CHANGING = ("state", "reading", "gain", "cos", "sin", "key_mask", "past", "skips", "direction", "log_norm")
 
 Decoding = Callable[[Decoder, KeyValueCache, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
 
@@ -36,32 +43,81 @@ def decode(
 def decode_compiled(
     model: Decoder, cache: KeyValueCache, tokens: Int[Tensor, "b one"], counts: Sequence[int]
 ) -> tuple[Float[Tensor, "b v"], Float[Tensor, " b"]]:
-    """`decode` compiled: two graphs serve all blocks and lengths of a batch size, one more the readout.
+    """`decode` compiled: one graph serves all blocks and lengths of a batch size, one more the readout.
+
+    Where tokens can skip sublayers, a third serves keys and values.
 
     The first call takes half a minute or so, later calls in other processes less: torch caches what it compiled.
     """
-    limit = max(torch._dynamo.config.recompile_limit, GRAPHS_PER_WIDTH * len(set(model.config.mlp_widths)))
-    with torch._dynamo.config.patch(recompile_limit=limit):
-        direction, log_norm = extend(model, cache, tokens, counts, _run_compiled).split()
-        direction, log_norm = direction[:, 0], log_norm[:, 0]
-        return _compiled(_read_out)(model.readout, direction, log_norm), log_norm
+    kind = _Kind(model.config, next(model.blocks.parameters()).dtype, str(cache.device), ops.get_backend())
+    run_block = functools.partial(_run_compiled, kind)
+    direction, log_norm = extend(model, cache, tokens, counts, run_block).split()
+    direction, log_norm = direction[:, 0], log_norm[:, 0]
+    return _compiled(_read_out, kind)(model.readout, direction, log_norm), log_norm
+
+
+class _Kind(NamedTuple):
+    """All that a graph depends on beside the tensors of a step."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: str
+    backend: str
+    d_ff: int = 0
 
 
 @functools.cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True)
+def _compiled(function: Callable, kind: _Kind) -> Callable:
+    """A function compiled for models of one kind, whose parameters and attributes are then not looked at again.
+
+    To check some hundred of them at every call costs as much as the residual updates of a block of width 768.
+    """
+    # A code object of its own: graphs belong to code, and those of another kind would answer as well.
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(own, fullgraph=True, options={"guard_filter_fn": _of_the_step})
 
 
-def _run_compiled(block: Any, *arguments: Any) -> Any:
-    past = arguments[-1]
+def _of_the_step(guards: Sequence[Any]) -> list[bool]:
+    """Which of a graph's conditions to check: those on the arguments that change, and on torch's own state."""
+    named = [re.match(r"(?:L\[['\"])?(\w+)", guard.name) for guard in guards]
+    return [
+        guard.guard_type != "DUPLICATE_INPUT" and (not guard.name or (name is not None and name[1] in CHANGING))
+        for guard, name in zip(guards, named, strict=True)
+    ]
+
+
+def _run_compiled(kind: _Kind, block: Any, *arguments: Any) -> Any:
+    state, reading, gain, first, second, following, cos, sin, key_mask, past, skips = arguments
     for tensor in (past.keys, past.values, past.allowed):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 2 if tensor is not past.allowed else 3)
-    return _compiled(_run_block)(block, *arguments)
+    if skips is not None:
+        # A branch of a graph cannot read what the graph has written.
+        _compiled(_remember, kind)(block.attention, reading, cos, sin, past)
+        past, skips = past._replace(written=True), skips._replace(execution="branched")
+    # Nobody reads what follows the last block; with any update for it, all blocks have one graph.
+    updates = (first, second, first if following is None else following)
+    kind = kind._replace(d_ff=block.mlp.out_proj.in_features)
+    return _compiled(_run_block, kind)(block, updates, state, reading, gain, cos, sin, key_mask, past, skips)
 
 
-def _run_block(block: Any, *arguments: Any) -> Any:
-    return block.forward(*arguments)
+def _run_block(
+    block: Any,
+    updates: Any,
+    state: Any,
+    reading: Tensor,
+    gain: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    key_mask: None,
+    past: LayerPast,
+    skips: Any,
+) -> Any:
+    return block.forward(state, reading, gain, *updates, cos, sin, key_mask, past, skips)
+
+
+def _remember(attention: Any, reading: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> None:
+    attention.remember(reading, cos, sin, past)
 
 
 def _read_out(readout: Any, direction: Tensor, log_norm: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from nagnet.generation.cache import KeyValueCache, prefill
 from nagnet.generation.decoding import Decoding, decode, decode_compiled
 from nagnet.generation.sampler import Sampling, draw, log_probabilities
 from nagnet.models.decoder import Decoder
+from nagnet.models.flops import SkipRates, skip_rates
+from nagnet.nn.skip import run_rates
 
 Finish = Literal["length", "context", "end", "stopped"]
 
@@ -71,6 +73,8 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
     Attributes:
         completions: what was drawn so far, one a sequence.
         prompt_confidences: exp(s_N) at every token of each prompt; filled by the first step.
+        skip_counts: of a model that skips, tokens that came to each sublayer and that ran it, [2, N]; those of
+            ``prefill`` and ``decode`` apart.
 
     Raises:
         UserError: for an empty prompt, one that leaves no room in the context, a token outside the vocabulary, and, at
@@ -106,6 +110,7 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         self._generators = self._sampling.generators([str(i) for i in range(n)] if names is None else names)
         self.completions = [Completion() for _ in range(n)]
         self.prompt_confidences: list[list[float]] = []
+        self.skip_counts: dict[str, Tensor] = {}
         self._cache: KeyValueCache | None = None
         self._last: list[int] = []
 
@@ -114,7 +119,12 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
             self._cache = None
             raise StopIteration
         with torch.no_grad():
+            phase = "prefill" if self._cache is None else "decode"
+            if self._model.skipping is not None:
+                self._model.skipping.forget()
             logits, log_norm = self._prefill() if self._cache is None else self._step(self._cache)
+            if self._model.skipping is not None:
+                self.skip_counts[phase] = self.skip_counts.get(phase, 0) + self._model.skipping.counts.cpu()
             log_probs = log_probabilities(logits, self._excluded)
             drawn = draw(log_probs, self._sampling, self._generators)
         self._last = drawn.tolist()
@@ -126,6 +136,14 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
                 self.completions, self.prompts, self._last, chosen, confidences, strict=True
             )
         ]
+
+    def skip_rates(self) -> dict[str, SkipRates]:
+        """What was skipped in prefill and decode so far; empty for a model that does not skip."""
+        length = max(len(p) + len(c.tokens) for p, c in zip(self.prompts, self.completions, strict=True))
+        return {
+            phase: skip_rates(self._model.config, run_rates(counts), length)
+            for phase, counts in self.skip_counts.items()
+        }
 
     def stop(self, index: int) -> None:
         """Ends a sequence after its present token."""

@@ -12,6 +12,7 @@ from nagnet.errors import UserError
 from nagnet.generation.engine import Completion, DrawnToken, TokenStream
 from nagnet.generation.sampler import Sampling
 from nagnet.models.decoder import Decoder
+from nagnet.models.flops import SkipRates
 
 
 class Piece(NamedTuple):
@@ -113,6 +114,7 @@ def complete_texts(
     context: int | None = None,
     on_piece: Callable[[int, Piece], None] | None = None,
     on_prompt: Callable[[list[list[float]]], None] | None = None,
+    on_skips: Callable[[dict[str, SkipRates]], None] | None = None,
 ) -> list[TextCompletion]:
     """Continues texts, each as the beginning of a document.
 
@@ -123,6 +125,7 @@ def complete_texts(
         past_the_end: the token that begins documents is never drawn, rather than ending the text.
         on_piece: called with a sequence's place and each piece of its text as soon as it is certain.
         on_prompt: called once, with the confidences of each prompt's tokens, before the first piece.
+        on_skips: called at the end for a model that skips, with what it skipped in ``prefill`` and ``decode``.
 
     Returns:
         One completion a prompt.
@@ -152,6 +155,8 @@ def complete_texts(
                     stream.stop(index)
     for index, text in enumerate(texts):
         report(index, text.close())
+    if on_skips is not None and stream.skip_counts:
+        on_skips(stream.skip_rates())
     return [
         TextCompletion(prompt, text.text, completion)
         for prompt, text, completion in zip(prompts, texts, stream.completions, strict=True)

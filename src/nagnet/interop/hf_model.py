@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
-from nagnet.nn.attention import Past, grouped_attention
+from nagnet.nn.attention import Past
 from nagnet.nn.precision import Float32Module
 
 # The name of the cache among the outputs has changed within transformers 5; of the inputs both are taken.
@@ -69,18 +69,20 @@ class NagnetOutput(CausalLMOutputWithPast):
 class _CachedLayer:
     """What a layer is given of earlier tokens: a `LayerPast` whose keys and values a cache of transformers keeps."""
 
+    written = False
+
     def __init__(self, cache: Any, layer_index: int, allowed: Tensor):
-        self._cache, self._layer_index, self._allowed = cache, layer_index, allowed
+        self._cache, self._layer_index, self.allowed = cache, layer_index, allowed
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def write(self, k: Tensor, v: Tensor) -> None:
         """Keeps keys and values [B, G, T, k] of this pass's tokens."""
         self._seen = self._cache.update(k, v, self._layer_index)
 
-    def attend(self, q: Tensor) -> Tensor:
-        """Softmax attention of queries [B, H, T, k] to all tokens that they see, those just written included."""
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens so far, those just written included."""
         assert self._seen is not None
-        return grouped_attention(q, *self._seen, self._allowed)
+        return self._seen
 
 
 class NagnetForCausalLM(PreTrainedModel, GenerationMixin):
@@ -174,7 +176,7 @@ class NagnetForCausalLM(PreTrainedModel, GenerationMixin):
             for layer in range(self.decoder.config.n_layers)
         ]
         positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, earlier:]
-        return Past(positions, end, layers)
+        return Past(positions, end, layers, mask[:, earlier:])
 
 
 def _check(tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None, earlier: int) -> None:

@@ -48,13 +48,30 @@ def save_model(model: Decoder, folder: str | Path) -> Path:
     return folder
 
 
+def load_parameters(model: Decoder, folder: str | Path) -> None:
+    """Puts the parameters of a saved model into another, which may have vectors X and a threshold of its own.
+
+    Raises:
+        UserError: if a file is missing or damaged, or the models differ in more.
+    """
+    _put(model, _read(Path(folder))[1], Path(folder), may_miss=(".skip_vector", "skipping.threshold"))
+
+
 def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Decoder:
     """Reads a model that `save_model` wrote.
 
     Raises:
         UserError: if a file is missing or damaged, or the weights do not fit the config.
     """
-    safetensors, folder = _safetensors(), Path(folder)
+    folder = Path(folder)
+    config, tensors = _read(folder)
+    model = Decoder(config, seed=0)
+    _put(model, tensors, folder)
+    return model.to(device)
+
+
+def _read(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    safetensors = _safetensors()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise UserError(f"{folder} holds no {name}; name a folder that save_model wrote")
@@ -64,17 +81,20 @@ def load_model(folder: str | Path, device: str | torch.device = "cpu") -> Decode
     except (json.JSONDecodeError, UnicodeDecodeError, safetensors.SafetensorError) as error:
         raise UserError(f"{folder} is damaged ({error}); save the model again") from error
     try:
-        config = ModelConfig.from_dict(values)
+        return ModelConfig.from_dict(values), tensors
     except UserError:
         raise
     except (TypeError, ValueError, AttributeError) as error:  # JSON, but not of this kind
         raise UserError(f"{folder / CONFIG_FILE} is damaged ({error}); save the model again") from error
-    model = Decoder(config, seed=0)
+
+
+def _put(model: Decoder, tensors: dict[str, torch.Tensor], folder: Path, may_miss: tuple[str, ...] = ()) -> None:
+    """Loads tensors into a model; those whose names end so may be missing, and keep the model's own values."""
     if model.config.tie_embeddings and "embedding.weight" in tensors:
         tensors[_TIED] = tensors["embedding.weight"]
+    own = {name: tensor for name, tensor in model.state_dict().items() if may_miss and name.endswith(may_miss)}
     try:
-        model.load_state_dict(tensors)
+        model.load_state_dict(own | tensors)
     except RuntimeError as error:
         problem = " ".join(str(error).split())
         raise UserError(f"{folder}: the weights do not fit the config: {problem}") from error
-    return model.to(device)

@@ -12,6 +12,7 @@ from nagnet.nn.mlp import MLPS
 from nagnet.nn.norm_agnostic import COMPONENTS, check_components
 from nagnet.nn.readout import ReadoutConfig
 from nagnet.nn.residual import RESIDUAL_STREAMS
+from nagnet.nn.skip import SkipPolicy
 
 DERIVED: Any = None  # the value of a field follows from others
 PROJECTION_INITS = ("zero", "uniform", "orthogonal")
@@ -41,6 +42,7 @@ class ModelConfig:
         n_directions, branch_eps, init_exponent, init_encode_gain, modulation_floor: of the norm-agnostic rule; see
             `nagnet.NormAgnosticResidual` and docs/mathematics.md. Without effect for the other rules.
         without: components of the norm-agnostic rule to leave out (`nagnet.nn.norm_agnostic.COMPONENTS`).
+        skip: which tokens skip which sublayers, for norm_agnostic; every sublayer then has a vector X.
     """
 
     residual: str = "norm_agnostic"
@@ -67,6 +69,7 @@ class ModelConfig:
     init_encode_gain: float = 1.0
     modulation_floor: float = 1e-6
     without: tuple[str, ...] = ()
+    skip: SkipPolicy = SkipPolicy()
 
     def __post_init__(self):
         if self.residual not in RESIDUAL_STREAMS:
@@ -79,6 +82,13 @@ class ModelConfig:
                 raise UserError(f"{name} is {value!r}; it must be a whole number, 1 or more")
         if not isinstance(self.readout, ReadoutConfig | None):
             raise UserError(f"readout is {self.readout!r}; give a ReadoutConfig, or leave it out")
+        if not isinstance(self.skip, SkipPolicy):
+            raise UserError(f"skip is {self.skip!r}; give a SkipPolicy, or leave it out")
+        if self.skip.on and not RESIDUAL_STREAMS[self.residual].can_skip:
+            raise UserError(
+                f"the rule {self.residual} has no gain by which a token could skip a sublayer; take norm_agnostic, or "
+                "leave skip out"
+            )
         if not math.isfinite(self.init_exponent):
             raise UserError(f"init_exponent is {self.init_exponent}; it must be a finite number")
         if self.head_dim is DERIVED and self.d_model % self.n_heads:
@@ -137,6 +147,11 @@ class ModelConfig:
         }
 
     @property
+    def skip_vector(self) -> bool:
+        """Whether every sublayer has a learned vector X."""
+        return self.skip.on
+
+    @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Hidden width of the MLP in each block; they sum to n_layers x d_ff."""
         last = self.n_layers - 1
@@ -164,6 +179,9 @@ class ModelConfig:
         if isinstance(values.get("readout"), dict):
             _refuse_unknown_keys(ReadoutConfig, values["readout"], "readout")
             values["readout"] = ReadoutConfig(**values["readout"])
+        if isinstance(values.get("skip"), dict):
+            _refuse_unknown_keys(SkipPolicy, values["skip"], "skip")
+            values["skip"] = SkipPolicy(**values["skip"])
         _refuse_unknown_keys(cls, values, "model config")
         return cls(**values)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from nagnet.nn.precision import Float32Embedding
 from nagnet.nn.readout import Readout
 from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticStream, ResidualStream, ResidualUpdate
 from nagnet.nn.rotary import RotaryTable
+from nagnet.nn.skip import Decision, Skipping, SkipsInForce, run_tokens
 from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.typing import Float, Int
 
@@ -57,11 +59,29 @@ class Block(nn.Module):
         sin: Tensor,
         key_mask: Tensor | None = None,
         past: LayerPast | None = None,
-    ) -> tuple[Any, Tensor | None, Tensor | None]:
-        """Takes state, reading [B, T, d] and gain [B, T] of the attention update; returns those of ``following``."""
-        branch = self.attention(reading, cos, sin, key_mask, past)
+        skips: SkipsInForce | None = None,
+    ) -> tuple[Any, Tensor | None, Tensor | None, list[Decision]]:
+        """Takes state, reading [B, T, d] and gain [B, T] of the attention update.
+
+        Returns:
+            Those of ``following``, and what the tokens did in attention and MLP; without ``skips`` nothing was decided.
+        """
+        decisions = []
+        decision = None
+        if skips is not None:
+            decisions.append(decision := skips.decide(attention_update.rotation_score(gain), 0))
+        branch = self.attention(reading, cos, sin, key_mask, past, decision)
         state, mlp_reading, mlp_gain = attention_update.advance(state, branch, gain, mlp_update)
-        return mlp_update.advance(state, self.mlp(mlp_reading), mlp_gain, following)
+        if skips is not None:
+            decisions.append(decision := skips.decide(mlp_update.rotation_score(mlp_gain), 1))
+        assert mlp_reading is not None
+        branch = run_tokens(self.mlp, mlp_reading, decision)
+        return *mlp_update.advance(state, branch, mlp_gain, following), decisions
+
+    def compile_packed(self) -> None:
+        """Compiles what packed tokens run through, for any number of them; packing itself stays between the graphs."""
+        self.mlp.compile(dynamic=True, fullgraph=True)
+        self.attention.queries_of_rows = torch.compile(self.attention.queries_of_rows, dynamic=True, fullgraph=True)
 
 
 class Decoder(nn.Module):
@@ -90,6 +110,7 @@ class Decoder(nn.Module):
         shared = self.embedding.weight if config.tie_embeddings else None
         self.readout = Readout(config.d_model, config.vocab_size, config.readout, weight=shared)
         self.rotary = RotaryTable(config.head_dim, config.rope_base, config.max_seq_len)
+        self.skipping = Skipping(2 * config.n_layers, config.skip) if config.skip.on else None
         if not self.embedding.weight.is_meta:
             self.initialize_(int(torch.randint(2**31, ())) if seed is None else seed)
             self.constrain_()
@@ -137,13 +158,15 @@ class Decoder(nn.Module):
         updates = self.stream.updates
         state = self.stream.begin(self.embedding(tokens).to(self._stream_dtype()))
         reading, gain = updates[0].read(state), updates[0].gain(state)
+        decisions: list[Decision] = []
         checkpointing = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
             run = block if run_block is None else functools.partial(run_block, block)
             if checkpointing:
                 run = functools.partial(checkpoint, run, use_reentrant=False)
-            state, reading, gain = run(
+            skips = None if self.skipping is None else self.skipping.in_force(index, tokens.shape)
+            state, reading, gain, decided = run(
                 state,
                 reading,
                 gain,
@@ -154,7 +177,11 @@ class Decoder(nn.Module):
                 sin,
                 key_mask,
                 None if past is None else past.layers[index],
+                skips,
             )
+            decisions += decided
+        if self.skipping is not None:
+            self.skipping.observe(decisions, key_mask if past is None else past.is_token)
         return state
 
     def _stream_dtype(self) -> torch.dtype:
@@ -189,8 +216,28 @@ class Decoder(nn.Module):
     def score(self, tokens: Int[Tensor, "b t"], targets: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b t"], Tensor]:
         """Loss of each target in nats and whether it is the likeliest token, both [B, T]; 0 and false for -100."""
         _check_same_shape(tokens, targets)
-        direction, log_norm = self.trunk(tokens).split()
+        with nullcontext() if self.skipping is None else self.skipping.counting(targets != IGNORED_TARGET):
+            direction, log_norm = self.trunk(tokens).split()
         return self.readout.score(direction, log_norm, targets)
+
+    def set_skip_threshold(self, threshold: float | None) -> None:
+        """Lets tokens skip the sublayers in which their rotation score is not above ``threshold``.
+
+        A model trained without skipping takes it too: a token that skips then leaves the stream as it is. Nothing is
+        trained, and the threshold is saved only with a model that has a `SkipPolicy`.
+
+        Args:
+            threshold: p_thres in [0, 1]; 0 skips nothing that turns the stream, 1 everything. None: all run.
+
+        Raises:
+            UserError: for a threshold outside [0, 1], or a rule without a gain.
+        """
+        if self.skipping is None:
+            if threshold is None:
+                return
+            self.stream.updates[0].rotation_score(torch.zeros(1, device=self.embedding.weight.device))
+            self.skipping = Skipping(2 * self.config.n_layers).to(self.embedding.weight.device)
+        self.skipping.set_threshold(threshold)
 
     def set_injection(self, scale: float) -> None:
         """Multiplies every gain by ``scale`` in [0, 1]; without effect for a rule that has no gain."""
@@ -211,8 +258,12 @@ class Decoder(nn.Module):
         """
         limits = torch._dynamo.config
         limits.recompile_limit = max(limits.recompile_limit, GRAPHS_PER_WIDTH * len(set(self.config.mlp_widths)))
+        skips = self.config.skip.on
         for block in self.blocks:
-            block.compile(dynamic=False, fullgraph=True)
+            assert isinstance(block, Block)
+            block.compile(dynamic=False, fullgraph=not skips)
+            if skips:
+                block.compile_packed()
 
 
 def _check_same_shape(tokens: Tensor, targets: Tensor) -> None:

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from nagnet.nn.projection import Projection
 from nagnet.nn.rotary import apply_rotary
 from nagnet.nn.scale import LearnedScale
+from nagnet.nn.skip import Decision, between_graphs, drop_skipped, nobody_needs, run_if_any, running_rows, spread, take
 from nagnet.ops import reference
-from nagnet.typing import Float
+from nagnet.typing import Bool, Float
+
+QUERY_CHUNK = 128  # queries whose scores are formed at a time: the keys after the last of them cost nothing
 
 
 class LayerPast(NamedTuple):
@@ -23,12 +26,14 @@ class LayerPast(NamedTuple):
             is written for padding and is never read.
         slots: int64 [B, T], the slot of each token of this pass, S for padding.
         allowed: bool [B, 1, T, S], the slots that each token sees; None where every token sees all.
+        written: whether keys and values hold the tokens of this pass already.
     """
 
     keys: Tensor
     values: Tensor
     slots: Tensor
     allowed: Tensor | None
+    written: bool = False
 
     def write(self, k: Float[Tensor, "b g t k"], v: Float[Tensor, "b g t k"]) -> None:
         """Keeps keys and values of this pass's tokens; all that a token costs which nobody asks anything else of."""
@@ -39,9 +44,9 @@ class LayerPast(NamedTuple):
         self.keys[sequences, heads, slots] = k
         self.values[sequences, heads, slots] = v
 
-    def attend(self, q: Float[Tensor, "b h t k"]) -> Float[Tensor, "b h t k"]:
-        """Softmax attention of queries [B, H, T, k] to the slots that they see."""
-        return grouped_attention(q, self.keys[:, :, :-1], self.values[:, :, :-1], self.allowed)
+    def seen(self) -> tuple[Float[Tensor, "b g s k"], Float[Tensor, "b g s k"]]:
+        """Keys and values [B, G, S, k] of all tokens that those of this pass may see, themselves included."""
+        return self.keys[:, :, :-1], self.values[:, :, :-1]
 
 
 class Past(NamedTuple):
@@ -50,11 +55,13 @@ class Past(NamedTuple):
     Attributes:
         positions: int64 [B, T]. end: above all of them.
         layers: one a block.
+        is_token: bool [B, T], False for padding.
     """
 
     positions: Tensor
     end: int
     layers: Sequence[LayerPast]
+    is_token: Tensor
 
 
 def grouped_attention(
@@ -74,6 +81,24 @@ def grouped_attention(
         allowed = allowed.repeat(1, 1, heads, 1)
     queries = q.reshape(q.shape[0], k.shape[1], heads * q.shape[2], q.shape[3])
     return nn.functional.scaled_dot_product_attention(queries, k, v, attn_mask=allowed).reshape(q.shape)
+
+
+def causal_mask(
+    length: int, device: torch.device, window: Tensor | None = None, key_mask: Tensor | None = None
+) -> Bool[Tensor, "b 1 t t"]:
+    """Which keys each query may see, bool [B or 1, 1, T, T]; arguments as `causal_attention`."""
+    position = torch.arange(length, device=device)
+    distance = position.unsqueeze(1) - position
+    allowed = distance >= 0
+    if window is not None:
+        allowed = allowed & ((distance < window) | (window <= 0))
+    allowed = allowed[None, None]
+    return allowed if key_mask is None else allowed & key_mask[:, None, None, :]
+
+
+def hide(x: Float[Tensor, "b g t k"], key_mask: Tensor | None) -> Float[Tensor, "b g t k"]:
+    """Keys or values without what hidden positions hold, which may be 1e30 or NaN."""
+    return x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0.0)
 
 
 def causal_attention(
@@ -97,20 +122,52 @@ def causal_attention(
     attention = nn.functional.scaled_dot_product_attention
     if window is None and key_mask is None:
         return attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    position = torch.arange(q.shape[2], device=q.device)
-    distance = position.unsqueeze(1) - position
-    allowed = distance >= 0
-    if window is not None:
-        allowed = allowed & ((distance < window) | (window <= 0))
-    allowed = allowed[None, None]
+    allowed = causal_mask(q.shape[2], q.device, window, key_mask)
     if key_mask is None:
         return attention(q, k, v, attn_mask=allowed, enable_gqa=grouped)
-    hidden = ~key_mask[:, None, :, None]
-    k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-    allowed = allowed & key_mask[:, None, None, :]
     alive = allowed.any(dim=-1, keepdim=True)  # a row without keys would be 0/0: let it see all, then drop it
+    k, v = hide(k, key_mask), hide(v, key_mask)
     mixed = attention(q, k, v, attn_mask=allowed | ~alive, enable_gqa=grouped)
     return mixed.masked_fill(~alive, 0.0)
+
+
+def packed_attention(
+    q: Float[Tensor, "n h k"],
+    k: Float[Tensor, "b g s k"],
+    v: Float[Tensor, "b g s k"],
+    run: Bool[Tensor, "b t"],
+    allowed: Bool[Tensor, "c 1 t s"],
+) -> Float[Tensor, "n h k"]:
+    """Softmax attention of the queries of some tokens alone.
+
+    Args:
+        q: [n, H, k], of the tokens that run, sequence after sequence. k, v: [B, G, S, k], of all tokens.
+        run: bool [B, T], n of them true. allowed: bool [B or 1, 1, T, S], the keys that each token may see.
+
+    Returns:
+        [n, H, k]; zero for a query that sees no key.
+    """
+    counts = run.sum(dim=1)
+    width = max(1, int(counts.max()))
+    # Of each sequence the running tokens first, in order. Shorter sequences are filled up with queries of zero.
+    order = (~run).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+    filled = torch.arange(width, device=q.device) < counts.unsqueeze(1)
+    places_of_q = running_rows(filled)
+    queries = q.new_zeros(order.numel(), *q.shape[1:]).index_copy(0, places_of_q, q).unflatten(0, order.shape)
+    queries = queries.transpose(1, 2)
+    places = order[:, None, :, None].expand(-1, 1, -1, allowed.shape[-1])
+    seen = allowed.expand(len(run), -1, -1, -1).gather(2, places) & filled[:, None, :, None]
+    alive = seen.any(dim=-1, keepdim=True)
+    key_numbers = torch.arange(1, seen.shape[-1] + 1, device=q.device)
+    ends = (seen.any(dim=0) * key_numbers).amax(dim=-1).flatten().tolist()  # of the keys seen by a column of queries
+    parts = []
+    for start in range(0, width, QUERY_CHUNK):
+        part = slice(start, start + QUERY_CHUNK)
+        n_keys = max(1, *ends[part])
+        mask = (seen | ~alive)[:, :, part, :n_keys]
+        parts.append(grouped_attention(queries[:, :, part], k[:, :, :n_keys], v[:, :, :n_keys], mask))
+    mixed = torch.cat(parts, dim=2).masked_fill(~alive, 0.0).transpose(1, 2)
+    return mixed.flatten(0, 1).index_select(0, places_of_q)
 
 
 class Attention(nn.Module):
@@ -167,10 +224,26 @@ class Attention(nn.Module):
         """Queries [B, H, T, k] of readings [B, T, d]."""
         return self._normalise(self.q_proj(x), cos, sin).transpose(1, 2)
 
+    def queries_of_rows(
+        self, x: Float[Tensor, "n d"], cos: Float[Tensor, "n p"], sin: Float[Tensor, "n p"]
+    ) -> Float[Tensor, "n h k"]:
+        """Queries [n, H, k] of single tokens, each with its own row of the rotary tables."""
+        return self._normalise(self.q_proj(x), cos, sin)
+
     def keys_and_values(self, x: Float[Tensor, "b t d"], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, [B, G, T, k] each, of readings [B, T, d]."""
         k = self._normalise(self.k_proj(x), cos, sin)
         return k.transpose(1, 2), self._heads(self.v_proj(x)).transpose(1, 2).to(k.dtype)
+
+    def remember(
+        self, x: Float[Tensor, "b t d"], cos: Tensor, sin: Tensor, past: LayerPast | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values that the queries of this pass see, those of ``past`` included, to which they are added."""
+        if past is None:
+            return self.keys_and_values(x, cos, sin)
+        if not past.written:
+            past.write(*self.keys_and_values(x, cos, sin))
+        return past.seen()
 
     def forward(
         self,
@@ -179,6 +252,7 @@ class Attention(nn.Module):
         sin: Tensor,
         key_mask: Tensor | None = None,
         past: LayerPast | None = None,
+        decision: Decision | None = None,
     ) -> Float[Tensor, "b t d"]:
         """Returns the branch [B, T, d].
 
@@ -186,12 +260,62 @@ class Attention(nn.Module):
             x: readings [B, T, d]. cos, sin: rotary tables [T, k/2] or [B, T, k/2].
             key_mask: bool [B, T], False hides a position; for a pass without a past.
             past: earlier tokens, to which those of this pass are added. It knows the window.
+            decision: which tokens run; the others have a branch of zero, and keys and values all the same.
         """
+        k, v = self.remember(x, cos, sin, past)
+        if decision is not None and decision.execution == "packed":
+            return self._packed(x, cos, sin, k, v, key_mask, past, decision.run)
+
+        def whole(x: Tensor) -> Tensor:
+            return self._branch(x, cos, sin, k, v, key_mask, past)
+
+        if decision is None:
+            return whole(x)
+        if decision.execution == "branched":
+            return run_if_any(whole, x, decision.run)
+        return drop_skipped(whole(x), decision.run)
+
+    def _branch(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        past: LayerPast | None,
+    ) -> Tensor:
         q = self.queries(x, cos, sin)
-        k, v = self.keys_and_values(x, cos, sin)
         if past is None:
             mixed = causal_attention(q, k, v, self.window, key_mask)
         else:
-            past.write(k, v)
-            mixed = past.attend(q)
+            mixed = grouped_attention(q, k, v, past.allowed)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2))
+
+    @between_graphs
+    def _packed(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        past: LayerPast | None,
+        run: Tensor,
+    ) -> Tensor:
+        """The branch where queries, scores and the output projection are formed for the tokens that run alone."""
+        n_running = int(run.sum())
+        if n_running == run.numel():
+            return self._branch(x, cos, sin, k, v, key_mask, past)
+        if nobody_needs(n_running) or (n_running == 0 and past is not None):
+            return torch.zeros_like(x)
+        rows = running_rows(run)
+        q = self.queries_of_rows(take(x, rows), *(take(table.expand(*run.shape, -1), rows) for table in (cos, sin)))
+        if past is None:
+            k, v = hide(k, key_mask), hide(v, key_mask)
+            mixed = packed_attention(q, k, v, run, causal_mask(run.shape[1], x.device, self.window, key_mask))
+        else:
+            assert past.allowed is not None  # but for one token alone, and that runs or not
+            mixed = packed_attention(q, k, v, run, past.allowed)
+        return spread(self.out_proj(mixed.flatten(-2)), rows, x)

@@ -22,6 +22,8 @@ class SquaredReLU(nn.Module):
         channel_scales: whether s_up [d_ff] is learned, from 1; else it is 1.
     """
 
+    n_matrices = 2
+
     def __init__(self, d_model: int, d_ff: int, channel_scales: bool = False):
         super().__init__()
         self.up_proj = Projection(d_model, d_ff)
@@ -39,6 +41,8 @@ class SwiGLU(nn.Module):
         d_model: width d. d_ff: hidden width.
         channel_scales: whether s_gate and s_up [d_ff] are learned, from 1; else they are 1.
     """
+
+    n_matrices = 3
 
     def __init__(self, d_model: int, d_ff: int, channel_scales: bool = False):
         super().__init__()

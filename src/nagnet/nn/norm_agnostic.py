@@ -13,6 +13,7 @@ from nagnet import ops
 from nagnet.errors import UserError
 from nagnet.nn.modulator import MODULATOR_TENSORS, Modulator
 from nagnet.nn.readout import CONFIDENCE_READOUT
+from nagnet.nn.skip import rotation_score
 from nagnet.nn.stream import ResidualStream, ResidualUpdate
 from nagnet.ops import ablation, reference
 from nagnet.typing import Float
@@ -57,6 +58,8 @@ class NormAgnosticResidual(ResidualUpdate):
         modulation_floor: smallest modulation before its power beta (docs/mathematics.md).
         without: names of ``COMPONENTS`` to leave out, for ablations. What a component would have learned is then a
             buffer: a parameter without effect does not exist.
+        skip_vector: whether a learned vector X [d], zero at the start, is added to every branch. A token that skips the
+            sublayer has a branch of zero, so it turns toward X (`nagnet.nn.skip`).
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class NormAgnosticResidual(ResidualUpdate):
         init_exponent: float = 0.5,
         modulation_floor: float = reference.MODULATION_FLOOR,
         without: Collection[str] = (),
+        skip_vector: bool = False,
     ):
         super().__init__(d_model, update_index)
         if n_directions < 1 or branch_eps < 0:
@@ -87,16 +91,19 @@ class NormAgnosticResidual(ResidualUpdate):
         self.alpha = nn.Parameter(torch.empty((), dtype=torch.float32))
         self.injection: Tensor
         self.register_buffer("injection", torch.ones((), dtype=torch.float32))
-        self._reset_alpha()
+        self.skip_vector = nn.Parameter(torch.empty(d_model, dtype=torch.float32)) if skip_vector else None
+        self._reset_own()
 
     @torch.no_grad()
-    def _reset_alpha(self) -> None:
+    def _reset_own(self) -> None:
         self.alpha.fill_(self.update_index**-self.init_exponent)
         self.injection.fill_(1.0)
+        if self.skip_vector is not None:
+            self.skip_vector.zero_()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """alpha = l^-p, injection 1; the modulator as its own ``reset_parameters`` says."""
-        self._reset_alpha()
+        """alpha = l^-p, injection 1, X = 0; the modulator as its own ``reset_parameters`` says."""
+        self._reset_own()
         self.modulator.reset_parameters(generator)
 
     def set_injection(self, scale: float) -> None:
@@ -121,6 +128,18 @@ class NormAgnosticResidual(ResidualUpdate):
         """``alpha m`` times the injection scale [...], float32 or wider: the tangent of the coming rotation."""
         return self.modulator.scaled(state.direction, self.alpha * self.injection)
 
+    def rotation_score(self, gain: Tensor | None) -> Float[Tensor, "*batch"]:
+        """Share r of the largest rotation that a token will make, ``arctan |gain| / arctan |alpha|`` in [0, 1].
+
+        Args:
+            gain: [...] as `gain` returned it.
+
+        Returns:
+            r [...] in the type of ``gain``; where alpha goes to 0 it goes to m (`nagnet.nn.skip.rotation_score`).
+        """
+        assert gain is not None
+        return rotation_score(gain, self.alpha * self.injection)
+
     def write(self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None = None) -> NormAgnosticState:
         """Rotates the direction toward ``branch`` [..., d] by arctan(gain) and lets the norm lane grow.
 
@@ -136,6 +155,8 @@ class NormAgnosticResidual(ResidualUpdate):
             )
         if gain is None:
             gain = self.gain(state)
+        if self.skip_vector is not None:
+            branch = branch + self.skip_vector.to(branch.dtype)
         if self.kept is None:
             return NormAgnosticState(*ops.rotate(*state, branch, gain, self.branch_eps))
         return NormAgnosticState(*ablation.rotate(*state, branch, gain, self.branch_eps, self.kept))
@@ -150,8 +171,9 @@ class NormAgnosticStream(ResidualStream):
     """
 
     update_class = NormAgnosticResidual
-    option_names = ("n_directions", "branch_eps", "init_exponent", "modulation_floor", "without")
+    option_names = ("n_directions", "branch_eps", "init_exponent", "modulation_floor", "without", "skip_vector")
     readout = CONFIDENCE_READOUT
+    can_skip = True
 
     def __init__(
         self,

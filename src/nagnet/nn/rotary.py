@@ -58,9 +58,9 @@ class RotaryTable(Float32Module):
 
 
 def apply_rotary(
-    x: Float[Tensor, "b t h k"], cos: Float[Tensor, "*rows t p"], sin: Float[Tensor, "*rows t p"]
+    x: Float[Tensor, "*batch t h k"], cos: Float[Tensor, "*rows t p"], sin: Float[Tensor, "*rows t p"]
 ) -> Tensor:
-    """Turns each pair (x_i, x_{i + k/2}) of ``x`` [B, T, heads, k] by its angle: (x1 cos + x2 sin, x2 cos - x1 sin).
+    """Turns each pair (x_i, x_{i + k/2}) of ``x`` [..., T, heads, k] by its angle: (x1 cos + x2 sin, x2 cos - x1 sin).
 
     Args:
         cos, sin: [T, k/2], or [B, T, k/2] where sequences stand at different positions.

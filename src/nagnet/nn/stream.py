@@ -78,6 +78,16 @@ class ResidualUpdate(Float32Module):
         """Size of the coming change [...], or None for a rule that does not fix it beforehand."""
         return None
 
+    def rotation_score(self, gain: Tensor | None) -> Tensor:
+        """Share of the largest change that a token will make, from 0 to 1, by which it may skip the sublayer.
+
+        Raises:
+            UserError: for a rule that does not fix the size of a change beforehand.
+        """
+        raise UserError(
+            f"{type(self).__name__} has no gain by which a token could skip a sublayer; skip with norm_agnostic"
+        )
+
     def write(self, state: Any, branch: Tensor, gain: Tensor | None = None) -> Any:
         """The stream after the sublayer's output ``branch`` [..., d]. Each rule defines it."""
         raise TypeError(f"{type(self).__name__} does not define write")
@@ -110,6 +120,7 @@ class ResidualStream(Float32Module):
         channel_scales: whether its sublayers learn a scale per channel by default.
         zero_init_projections: whether a branch may start at zero and still train.
         has_norm_lane: whether the norm of the stream can differ between tokens, so that exp(s) says something.
+        can_skip: whether the size of a change is known beforehand, so that tokens can skip sublayers by it.
     """
 
     updates: Any  # nn.ModuleList of ResidualUpdate
@@ -119,6 +130,7 @@ class ResidualStream(Float32Module):
     channel_scales: ClassVar[bool] = False
     zero_init_projections: ClassVar[bool] = True
     has_norm_lane: ClassVar[bool] = True
+    can_skip: ClassVar[bool] = False
 
     def __init__(self, d_model: int, n_updates: int, **options: Any):
         super().__init__()

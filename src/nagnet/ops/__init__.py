@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nagnet.errors import UserError
 from nagnet.ops import fused, reference
-from nagnet.ops.matvec import matvec
+from nagnet.ops.matvec import is_one_row, matvec
 
 Backend = Literal["auto", "reference", "fused"]
 ENVIRONMENT_VARIABLE = "NAGNET_BACKEND"
@@ -103,6 +103,6 @@ def add_norm(stream: Tensor, branch: Tensor, backend: str | None = None) -> tupl
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """``x W^T``, [..., i] and [o, i] -> [..., o]: by `matvec` for one row in a block compiled for a CPU."""
-    if torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]:
+    if is_one_row(x):
         return matvec(x, weight)
     return torch.nn.functional.linear(x, weight)

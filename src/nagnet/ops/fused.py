@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nagnet.ops import reference
+from nagnet.ops.matvec import is_one_row, matvec
 from nagnet.ops.reference import BRANCH_EPS, MODULATION_FLOOR, SPLIT_FLOOR, compute_dtype, mean_square
 
 MAX_EAGER_VARIANTS = 64  # of widths and types that one process compiles for eager calls
@@ -214,12 +215,30 @@ def recomputing_gain(
     return _Gain.apply(direction, weight, bias, mixture, raw_beta, scale, floor)
 
 
+def _gain_of_one_row(
+    direction: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mixture: Tensor,
+    raw_beta: Tensor,
+    scale: Tensor,
+    floor: float = MODULATION_FLOOR,
+) -> Tensor:
+    """`reference.gain` without a library call, which for C products takes longer than they do."""
+    dtype = compute_dtype(direction, weight)
+    logits = matvec(direction.to(dtype), weight) + bias.to(dtype)
+    m = reference.modulation_of_logits(logits, mixture, raw_beta, floor)
+    return scale.to(m.dtype) * m
+
+
 def gain(direction: Tensor, *arguments: Any) -> Tensor:
     """`reference.gain`, compiled; for a 16-bit direction `recomputing_gain`.
 
     Beside a 16-bit direction the C float32 activations of a token are a large part of what backward keeps; beside a
     wider one forming them again costs more time than it saves memory (records/0001-fused-update).
     """
+    if is_one_row(direction):
+        return _gain_of_one_row(direction, *arguments)
     if direction.element_size() == 2:
         return recomputing_gain(direction, *arguments)
     return _call(reference.gain, direction, *arguments)

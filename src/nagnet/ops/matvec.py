@@ -11,6 +11,11 @@ from nagnet.typing import Float
 STREAMS = 4  # places of the matrix read at the same time: one alone leaves a third of the memory's speed unused
 
 
+def is_one_row(x: Float[Tensor, "*batch i"]) -> bool:
+    """Whether `matvec` is meant for this: a single row, traced by a compiler, on a CPU."""
+    return torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
+
+
 def matvec(x: Float[Tensor, "*batch i"], weight: Float[Tensor, "o i"]) -> Float[Tensor, "*batch o"]:
     """``x W^T`` for a single row, formed and added in float32 or wider; to be traced by a compiler.
 

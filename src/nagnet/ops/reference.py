@@ -112,6 +112,17 @@ def modulation(
     dtype = compute_dtype(direction, weight)
     with torch.autocast(device_type=direction.device.type, enabled=False):
         logits = torch.nn.functional.linear(direction.to(dtype), weight.to(dtype), bias.to(dtype))
+    return modulation_of_logits(logits, mixture, raw_beta, floor)
+
+
+def modulation_of_logits(
+    logits: Float[Tensor, "*batch c"],
+    mixture: Float[Tensor, " c"],
+    raw_beta: Float[Tensor, ""],
+    floor: float = MODULATION_FLOOR,
+) -> Float[Tensor, "*batch"]:
+    """`modulation` from ``<R, w_i> + b_i`` [..., C], float32 or wider; the other arguments are its own."""
+    dtype = logits.dtype
     shares = torch.softmax(mixture.to(dtype), dim=0)
     u = (torch.sigmoid(logits) * shares).sum(dim=-1).clamp(floor, 1.0)
     return torch.exp(torch.nn.functional.softplus(raw_beta.to(dtype)) * torch.log(u))

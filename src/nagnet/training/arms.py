@@ -1,8 +1,9 @@
 """Arms by name: what one side of a comparison changes in a recipe, and that it says so.
 
 A name is a residual rule (``pre_norm``), a rule with another readout (``pre_norm+cosine``), the norm-agnostic rule
-without one component (``norm_agnostic-orthogonal``), or ``tapered``. A rule alone brings its default readout, unless
-the recipe has one of its own; ``RULE+READOUT`` names it whatever the recipe has.
+without one component (``norm_agnostic-orthogonal``), with tokens that skip sublayers (``mod_20``: 20% of them), or
+``tapered``. A rule alone brings its default readout, unless the recipe has one of its own; ``RULE+READOUT`` names it
+whatever the recipe has.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from nagnet.models.config import ModelConfig
 from nagnet.nn.norm_agnostic import COMPONENTS
 from nagnet.nn.readout import CONFIDENCE_READOUT, SOFTCAP_READOUT, ReadoutConfig
 from nagnet.nn.residual import RESIDUAL_STREAMS
+from nagnet.nn.skip import SkipPolicy
 from nagnet.training.config import RunConfig
 
 RULES = {
@@ -34,6 +36,7 @@ RULES = {
 READOUTS = ("softcap", "cosine", "free", "constant")
 NORM_READOUTS = ("cosine", "free")  # say nothing of a stream whose norm is the same for every token
 FREE_START = 1.0  # of the learned number on free rows: their logits start near 0, so more would only train them faster
+SKIPPED_PERCENT = (0, 20, 25)
 TAPER = 0.5  # of arXiv 2606.23670
 
 
@@ -118,6 +121,11 @@ def _arms() -> dict[str, Arm]:
                 words = _words(_readout(rule, readout, FREE_START))
                 arms[f"{rule}+{readout}"] = Arm(change, (*fields, *own), f"{line}; {words}")
     fields = _rule_fields("norm_agnostic")
+    for percent in SKIPPED_PERCENT:
+        policy = SkipPolicy(target_rate=percent / 100)
+        change = functools.partial(_with_rule, residual="norm_agnostic", skip=policy)
+        what = f"{percent}% of the sublayer-tokens skipped" if percent else "a vector X in every sublayer, none skipped"
+        arms[f"mod_{percent}"] = Arm(change, (*fields, "model.skip"), f"norm_agnostic, with {what}")
     for component, line in COMPONENTS.items():
         change = functools.partial(_with_rule, residual="norm_agnostic", without=(component,))
         arms[f"norm_agnostic-{component}"] = Arm(change, (*fields, "model.without"), f"norm_agnostic, but {line}")

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from nagnet.errors import UserError
 from nagnet.files import RECORD_FILE, write_atomically
 from nagnet.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_model
+from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.training.distributed import World, on_main
 from nagnet.training.parallel import Parallel
@@ -231,8 +232,8 @@ class Checkpoints:
         except ValueError as error:
             raise UserError(f"{path / CONFIG_FILE} is damaged ({error}); use another checkpoint") from error
         for what, there, here in (
-            ("model", model_config, _as_json(model.config.to_dict())),
-            ("config", record["config"], self.config),
+            ("model", _with_defaults(model_config), _as_json(model.config.to_dict())),
+            ("config", _with_model_defaults(record["config"]), self.config),
         ):
             if changed := _differences(there, here):
                 raise UserError(f"{path} is of another {what}: {'; '.join(changed)}")
@@ -277,6 +278,19 @@ def _differences(there: Any, here: Any, name: str = "") -> list[str]:
             for entry in _differences(there.get(key, missing), here.get(key, missing), f"{name}.{key}".lstrip("."))
         ]
     return [] if there == here else [f"{name} is {there} there and {here} here"]
+
+
+def _with_defaults(model_config: dict[str, Any]) -> dict[str, Any]:
+    """A stored model config with fields that have come since, at their defaults; as it is where it is of no model."""
+    try:
+        return _as_json(ModelConfig.from_dict(model_config).to_dict())
+    except (UserError, TypeError):
+        return model_config
+
+
+def _with_model_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    model = config.get("model")
+    return config | {"model": _with_defaults(model)} if isinstance(model, dict) else config
 
 
 def _sha256(file: Path) -> str:

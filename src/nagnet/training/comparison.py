@@ -134,7 +134,7 @@ class ArmInTraining:
     @property
     def share_done(self) -> float:
         """Of its budget, 0 to 1."""
-        return self.trainer.n_done / self.trainer.n_steps
+        return self.trainer.share_done
 
     def step(self, echo: Echo) -> dict[str, Any] | None:
         """One step and, where it is due, the health of the gates; None if the loss was not finite."""
@@ -256,12 +256,12 @@ class Comparison:
         return open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (line by line: a row outlives the process)
 
     def _progress(self) -> Progress:
-        return Progress(f"{self.job.label}", sum(arm.trainer.n_steps for arm in self.arms.values()))
+        return Progress(f"{self.job.label}", float(len(self.arms)))
 
     def _show(self, progress: Progress, row: dict[str, Any]) -> None:
         losses = ", ".join(f"{name} {arm.losses[-1]:.3f}" for name, arm in self.arms.items() if arm.losses)
         rate = self.arms[row["arm"]].config.tokens_per_step / row["seconds"]
-        done = sum(arm.trainer.n_done for arm in self.arms.values())
+        done = sum(arm.share_done for arm in self.arms.values())
         progress.update(done, f"loss {losses}, {rate:,.0f} tokens/s")
 
     def measure(self) -> None:

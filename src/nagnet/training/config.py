@@ -46,6 +46,8 @@ class RunConfig:
         optimizer, schedule: rates by role, and what changes during the run.
         max_grad_norm: gradients are scaled down to this norm over all parameters; 0: they are not.
         seed: of initial parameters and batch order.
+        init_from: a model to start from, as `find_model` takes it, in place of initial parameters. Vectors X that it
+            does not have start at zero, so a model of the full depth can be trained on with skipping.
         dtype: of the products: ``auto`` takes bfloat16 where it is faster, else float32. Parameters stay float32.
         compile: compile the block where a compiler exists.
         activation_checkpointing: keep the input of each block alone and compute the rest again in the backward.
@@ -72,6 +74,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     max_grad_norm: float = 0.0
     seed: int = 0
+    init_from: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool = True
     activation_checkpointing: bool = False

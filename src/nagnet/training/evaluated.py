@@ -18,8 +18,10 @@ from nagnet.evaluation.frozen_scale import check_scale_is_used, final_log_norm
 from nagnet.evaluation.saved_model import SavedModel, find_model
 from nagnet.models.checkpoint import load_model
 from nagnet.models.decoder import Decoder
+from nagnet.models.flops import SkipRates, skip_rates
+from nagnet.nn.skip import run_rates
 from nagnet.training.config import RunConfig
-from nagnet.training.distributed import World
+from nagnet.training.distributed import World, sum_over_ranks
 from nagnet.training.scoring import ROWS, losses_of, score_documents
 from nagnet.training.text import text_to_score
 
@@ -69,6 +71,8 @@ class EvaluatedModel:
     ) -> DocumentScores:
         """Scores documents by the model's loss, or what ``score`` says; every process must call this."""
         function = score or losses_of(self.model)
+        if self.model.skipping is not None:
+            self.model.skipping.forget()
         return score_documents(
             self.model,
             function,
@@ -80,6 +84,13 @@ class EvaluatedModel:
             batch_size,
             progress,
         )
+
+    def skip_rates(self) -> SkipRates | None:
+        """What the model skipped of the documents scored last, in all processes; None where it does not skip."""
+        skipping = self.model.skipping
+        if skipping is None:
+            return None
+        return skip_rates(self.model.config, run_rates(sum_over_ranks(skipping.counts)), self.seq_len)
 
     def mean_log_norm(
         self,
@@ -100,6 +111,7 @@ def open_model(
     tokenizer_file: Path | None = None,
     seq_len: int | None = None,
     freezable: bool = False,
+    skip_threshold: float | None = None,
 ) -> EvaluatedModel:
     """Opens a model for evaluation.
 
@@ -108,6 +120,7 @@ def open_model(
         tokenizer_file: where the model has none beside it, or another is wanted.
         seq_len: default: the run's, or the model's max_seq_len.
         freezable: whether its token-dependent scale is going to be frozen.
+        skip_threshold: for `Decoder.set_skip_threshold`; None: as the model was trained.
 
     Raises:
         UserError: if there is no model, it is damaged or not causal, its tokenizer is missing, or it has no scale to
@@ -117,6 +130,8 @@ def open_model(
         raise UserError(f"seq_len is {seq_len}; give 1 or more")
     saved = find_model(checkpoint)
     model = load_model(saved.folder).to(device, dtype)
+    if skip_threshold is not None:
+        model.set_skip_threshold(skip_threshold)
     if freezable:
         check_scale_is_used(model)
     tokenizer = saved.tokenizer(model.config.vocab_size, tokenizer_file)

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from nagnet.data.loader import BatchLoader
 from nagnet.errors import UserError
+from nagnet.evaluation.saved_model import find_model
+from nagnet.models.checkpoint import load_parameters
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.models.flops import training_flops_per_token
 from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.training.budget import Budget, resolve_budget
 from nagnet.training.compute import autocast, compile_or_warn, peak_memory_bytes, reset_peak_memory
@@ -95,14 +98,21 @@ class Trainer:
     n_skipped: int = field(init=False, default=0)
     compiled: bool = field(init=False, default=False)
     peak_memory: int = field(init=False, default=0)
+    flops: int = field(init=False, default=0)  # training FLOPs spent so far, over all processes
     step_seconds: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self):
         config = self.config
         self.budget = resolve_budget(config, self.model_config)
         self.n_parts = config.accumulation_steps(self.world.size)
-        self.model = Decoder(self.model_config, seed=config.seed).to(self.device)
+        self.model = Decoder(self.model_config, seed=config.seed)
+        if config.init_from is not None:
+            load_parameters(self.model, find_model(config.init_from).folder)
+        self.model.to(self.device)
         self.model.checkpoint_blocks = config.activation_checkpointing
+        if self.model.skipping is not None:
+            self.model.skipping.set_threshold(None)  # until its start step
+        self.last_step_flops = self.flops_per_step  # of the last step done; what skipped is not in it
         self.parallel = parallelize(self.model, self.world, config.strategy, self.dtype)
         self.optimizers = build_optimizers(self.model, config.optimizer, config.tokens_per_step)
         constrain_after_step(self.model, *self.optimizers)
@@ -134,12 +144,14 @@ class Trainer:
         """
         start = time.perf_counter()
         scheduled = apply_schedule(
-            self.optimizers, self.config.schedule, self.n_done, self.n_steps, self.config.tokens_per_step
+            self.optimizers, self.config.schedule, self._position, self.budget.n_steps, self.config.tokens_per_step
         )
         self.model.set_injection(scheduled["injection"])
         inputs, targets = self.batch(self.n_done)
         reset_peak_memory(self.device)
         self.model.train()
+        if self.model.skipping is not None:
+            self.model.skipping.forget()  # what evaluation counted
         pass_start = time.perf_counter()
         with autocast(self.device, self.dtype):
             loss = backward(self.parallel, inputs, targets, self.n_parts, self.scaler)
@@ -154,6 +166,7 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         self.peak_memory = max(self.peak_memory, peak_memory_bytes(self.device))
         self.n_done += 1
+        skipped = self._count_and_steer(scheduled["injection"])
         self.step_seconds.append(time.perf_counter() - start)
         return {
             "arm": self.name,
@@ -163,11 +176,33 @@ class Trainer:
             "loss": loss,
             **scheduled,
             "grad_norm": {"total": norms.total} | norms.by_role,
+            **skipped,
             "epoch": self.loader.epoch_of(self.n_done - 1),
             "seconds": self.step_seconds[-1],
             "pass_seconds": pass_end - pass_start,
             "optimizer_seconds": update_end - update_start,
         }
+
+    def _count_and_steer(self, injection: float) -> dict[str, Any]:
+        """Adds the FLOPs that the step took, and sets the threshold of the next from its rotation scores.
+
+        Returns:
+            Where the model skips, metrics of it: ``skip_threshold`` in force during the step, ``skip_rate`` of all
+            tokens' sublayers, and ``run_rates`` of each sublayer.
+        """
+        model, skipping, metrics = self.model_config, self.model.skipping, {}
+        if skipping is not None and skipping.policy is not None:
+            for counts in (skipping.counts, skipping.histogram):
+                sum_over_ranks(counts)
+            rates, start = skipping.run_rates(), skipping.policy.start_step
+            self.last_step_flops = self.config.tokens_per_step * training_flops_per_token(
+                model, self.config.seq_len, self.config.convention, rates
+            )
+            metrics = {"skip_threshold": float(skipping.threshold), "skip_rate": 1.0 - sum(rates) / len(rates)}
+            metrics |= {"run_rates": rates}
+            skipping.steer(injection == 1.0 if start is None else self.n_done >= start)
+        self.flops += self.last_step_flops
+        return metrics
 
     def _gradient_norms(self) -> GradientNorms:
         if self.scaler is not None:
@@ -197,9 +232,22 @@ class Trainer:
                     parameter.grad.mul_(limit / norm)
 
     @property
+    def _position(self) -> float:
+        """What is done of the budget's steps: of a budget in FLOPs, the spent ones in steps of the full depth."""
+        if self.config.flops is None or self.model.skipping is None:
+            return self.n_done
+        return self.flops / self.flops_per_step
+
+    @property
+    def share_done(self) -> float:
+        """Of the budget, 0 to 1."""
+        return min(1.0, self._position / self.budget.n_steps)
+
+    @property
     def n_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.budget.n_steps
+        """Optimizer steps of the whole run; where skipping saves FLOPs of the budget, as many as it now seems."""
+        left = self.budget.n_steps - self._position
+        return self.n_done + math.floor(max(0.0, left) * self.flops_per_step / self.last_step_flops + 0.5)
 
     @property
     def flops_per_step(self) -> int:
@@ -212,23 +260,22 @@ class Trainer:
         return self.n_done * self.config.tokens_per_step
 
     @property
-    def flops(self) -> int:
-        """Training FLOPs spent so far, over all processes."""
-        return self.n_done * self.flops_per_step
-
-    @property
     def finished(self) -> bool:
-        """Whether the budget is spent."""
-        return self.n_done >= self.n_steps
+        """Whether the budget is spent, to half a step."""
+        half_a_step = 0.5 * self.last_step_flops / self.flops_per_step
+        return self._position > self.budget.n_steps - half_a_step
 
     def state_dict(self) -> dict[str, Any]:
         """What is not in parameters and optimizers, as plain JSON values."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
-        return {"step": self.n_done, "skipped": self.n_skipped, "peak_memory": self.peak_memory, "scaler": scaler}
+        counts = {"step": self.n_done, "skipped": self.n_skipped, "flops": [self.flops, self.last_step_flops]}
+        return counts | {"peak_memory": self.peak_memory, "scaler": scaler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         self.n_done, self.n_skipped, self.peak_memory = state["step"], state["skipped"], state["peak_memory"]
+        # Earlier checkpoints have no FLOPs: nothing was skipped then.
+        self.flops, self.last_step_flops = state.get("flops", (self.n_done * self.flops_per_step, self.flops_per_step))
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
 

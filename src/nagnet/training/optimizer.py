@@ -15,7 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from nagnet.errors import UserError
 from nagnet.nn.readout import Readout
-from nagnet.nn.residual import ResidualUpdate
+from nagnet.nn.residual import NormAgnosticResidual, ResidualUpdate
 from nagnet.training.muon import MATRIX_DIMS, Muon
 from nagnet.training.overrides import coerce_fields
 
@@ -26,6 +26,9 @@ ROLES = {
     "gate": "modulators and alpha of the residual rule",
     "scalar": "encode gain, learned scales, norms, biases and convolution kernels",
 }
+# Of Muon. Best of 0.01, 0.02, 0.04 for each at 24 blocks (records/0004-tuned-pair), and better than half of it at 16
+# blocks (records/0009-demo). A stream of norm 1 does not mind how large a branch has grown.
+MATRIX_RATES = {"norm_agnostic": 0.04, "others": 0.01}
 UNDECAYED = ("gate", "scalar")
 WIDTH_SCALED_RATES = ("embedding_lr", "free_head_lr", "unit_head_lr")
 RATES = ("matrix_lr", *WIDTH_SCALED_RATES, "gate_lr", "scalar_lr")
@@ -103,11 +106,11 @@ def parameter_groups(model: nn.Module, **options: dict[str, Any]) -> list[dict[s
 class OptimizerConfig:
     """Rates, decay and averages by role; one config serves every arm. Gates, norms and scalars are never decayed.
 
-    The default rates are those of records/0004-tuned-pair (24 blocks, batches of 1,024 tokens), with the matrix rate
-    that is best for pre-norm; norm-agnostic gains a little more at 0.04.
+    The default rates are those of records/0004-tuned-pair (24 blocks, batches of 1,024 tokens).
 
     Attributes:
-        matrix_lr, matrix_momentum, matrix_weight_decay: of Muon.
+        matrix_lr, matrix_momentum, matrix_weight_decay: of Muon. A rate of None is that of ``MATRIX_RATES`` for the
+            residual rule: each rule's own best, as each kind of readout rows has its own.
         embedding_lr, embedding_betas, embedding_weight_decay: of embedding rows (AdamW, like all below).
         free_head_lr, unit_head_lr: of readout rows that start at an RMS of 0.001 and are free, or are held at RMS 1.
             A rate must fit the size of what it turns: rows of RMS 1 turn by the rate per step.
@@ -120,7 +123,7 @@ class OptimizerConfig:
             sqrt(this / d_model). None: they are used as they are.
     """
 
-    matrix_lr: float = 0.01
+    matrix_lr: float | None = None
     matrix_momentum: float = 0.95
     matrix_weight_decay: float = 0.0
     embedding_lr: float = 0.2
@@ -182,7 +185,8 @@ def scale_rates(
 
 
 def _multiply_rates(config: OptimizerConfig, names: Iterable[str], factor: float) -> OptimizerConfig:
-    return dataclasses.replace(config, **{name: getattr(config, name) * factor for name in names})
+    rates = {name: rate * factor for name in names if (rate := getattr(config, name)) is not None}
+    return dataclasses.replace(config, **rates)
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig, tokens_per_step: int | None = None) -> list[Optimizer]:
@@ -195,6 +199,8 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, tokens_per_step:
         model: any module; its width is that of its first ``nn.Embedding``.
         tokens_per_step: of the run, over all processes; needed where rates are scaled with the batch.
     """
+    if config.matrix_lr is None:
+        config = dataclasses.replace(config, matrix_lr=default_matrix_lr(model))
     if config.lr_reference_batch_tokens is not None or config.lr_reference_width is not None:
         config, _ = scale_rates(config, tokens_per_step, _embedding_width(model))
     unit_rows = any(isinstance(module, Readout) and module.config.rows == "unit" for module in model.modules())
@@ -224,6 +230,12 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig, tokens_per_step:
             if group["role"] == "matrix":
                 group |= {"peak_momentum": group["momentum"], "peak_weight_decay": group["weight_decay"]}
     return optimizers
+
+
+def default_matrix_lr(model: nn.Module) -> float:
+    """The rate of Muon for a model's residual rule where the config has none."""
+    rotates = any(isinstance(module, NormAgnosticResidual) for module in model.modules())
+    return MATRIX_RATES["norm_agnostic" if rotates else "others"]
 
 
 def _embedding_width(model: nn.Module) -> int:

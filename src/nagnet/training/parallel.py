@@ -64,7 +64,6 @@ def parallelize(
     world: World,
     strategy: Strategy = "ddp",
     dtype: torch.dtype = torch.float32,
-    unused_parameters: bool = False,
 ) -> Parallel:
     """Spreads a model over the processes, all of which start from the main one's parameters.
 
@@ -75,9 +74,6 @@ def parallelize(
             a block's whole when it runs; the parameters of the residual stream stay whole and float32 everywhere.
         dtype: in which blocks are gathered under fsdp, and then all their products are; training itself runs under
             autocast to it, whatever the strategy.
-        unused_parameters: whether a process may leave out sublayers that another runs, or all may; ddp then searches
-            each graph for them, fsdp needs no warning. A matrix that none has used gets no gradient under ddp, as
-            with one process, and one of zeros under fsdp.
 
     Raises:
         UserError: for an unknown strategy, or a torch too old for it.
@@ -87,7 +83,7 @@ def parallelize(
     if world.size == 1:
         return Parallel(model, world)
     if strategy == "ddp":
-        return _Replicated(model, world, unused_parameters)
+        return _Replicated(model, world)
     return _Sharded(model, world, dtype)
 
 
@@ -111,7 +107,7 @@ def _summed_bucket(group, bucket):  # DDP refuses annotations that are strings, 
 class _Replicated(Parallel):
     """DistributedDataParallel."""
 
-    def __init__(self, model: Decoder, world: World, unused_parameters: bool):
+    def __init__(self, model: Decoder, world: World):
         super().__init__(model, world)
         # DDPOptimizer cuts graphs at bucket borders, to overlap their reduction with one big backward; blocks that
         # are compiled one by one have that overlap already.
@@ -120,9 +116,7 @@ class _Replicated(Parallel):
         names = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         sync_buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         options: dict[str, Any] = {sync_buffers: False}
-        self._ddp = nn.parallel.DistributedDataParallel(
-            _SummedLoss(model), find_unused_parameters=unused_parameters, gradient_as_bucket_view=True, **options
-        )
+        self._ddp = nn.parallel.DistributedDataParallel(_SummedLoss(model), gradient_as_bucket_view=True, **options)
         self._ddp.register_comm_hook(dist.group.WORLD, _summed_bucket)
         self.summed_loss = self._ddp
 

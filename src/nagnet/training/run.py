@@ -40,6 +40,7 @@ from nagnet.training.text import RunText
 LAST_ROWS = 5  # of metrics, that a post-mortem quotes
 # What may change when a run is resumed: nothing that its parameters depend on, but for rounding.
 CHANGEABLE = (
+    "init_from",
     "compile",
     "activation_checkpointing",
     "strategy",
@@ -247,7 +248,7 @@ class Run:
         self.checkpoints.save(trainer.n_done, trainer.parallel, trainer.optimizers, values, score)
 
     def _progress(self) -> Progress:
-        return Progress("training", self.trainer.n_steps, quiet=not self.world.is_main)
+        return Progress("training", 1.0, quiet=not self.world.is_main)
 
     def _rates(self, row: dict[str, Any]) -> dict[str, float]:
         """Tokens per second over all processes, and the share of the devices' peak where that is known."""
@@ -256,7 +257,7 @@ class Run:
         return rates if share is None else rates | {"mfu": share}
 
     def _mfu(self, seconds: float) -> float | None:
-        rate = self.trainer.flops_per_step / seconds / self.world.size
+        rate = self.trainer.last_step_flops / seconds / self.world.size
         return mfu(rate, device_name(self.device), self.dtype, self.peak_flops)
 
     def _show(self, progress: Progress, row: dict[str, Any], start: float, first: int) -> None:
@@ -270,7 +271,7 @@ class Run:
         dollars = dollars_to_finish(seconds_left, self.dollars_per_hour)
         if dollars is not None:
             parts.append(f"${dollars:,.2f} to go")
-        progress.update(trainer.n_done, ", ".join(parts))
+        progress.update(trainer.share_done, ", ".join(parts))
 
     def summary(self) -> dict[str, Any]:
         """The run's results so far, as plain values."""

@@ -54,7 +54,7 @@ class ScheduleConfig:
             if value is not None and not 0.0 <= value < 1.0:
                 raise UserError(f"schedule {name} is {value}; give a number from 0 to below 1")
 
-    def lr_scale(self, step: int, n_steps: int) -> float:
+    def lr_scale(self, step: float, n_steps: int) -> float:
         """Factor of every peak rate at ``step`` (0-based) of ``n_steps``, in (0, 1]."""
         warmup_steps = self.warmup * n_steps if self.warmup_steps is None else self.warmup_steps
         rising = (step + 1) / warmup_steps if warmup_steps else 1.0
@@ -62,7 +62,7 @@ class ScheduleConfig:
         falling = self.final_lr + (1.0 - self.final_lr) * min(1.0, remaining)
         return min(1.0, rising, falling)
 
-    def injection(self, step: int, n_steps: int, tokens_per_step: int | None = None) -> float:
+    def injection(self, step: float, n_steps: int, tokens_per_step: int | None = None) -> float:
         """Injection scale at ``step`` (0-based), in (0, 1]; a warm-up in tokens needs ``tokens_per_step``.
 
         The tokens of the step itself count, so that no step runs at 0.
@@ -75,7 +75,7 @@ class ScheduleConfig:
             length, done = self.injection_warmup * n_steps, step + 1
         return min(1.0, done / length) if length else 1.0
 
-    def momentum(self, step: int, n_steps: int, peak: float) -> float:
+    def momentum(self, step: float, n_steps: int, peak: float) -> float:
         """Momentum of the matrices at ``step`` (0-based), where the optimizer's own is ``peak``."""
         if self.momentum_start is not None and step < self.momentum_warmup_steps:
             return self.momentum_start + (peak - self.momentum_start) * step / self.momentum_warmup_steps
@@ -85,20 +85,20 @@ class ScheduleConfig:
             return peak
         return peak + (self.momentum_end - peak) * warmed_down / warmdown_steps
 
-    def decay_scale(self, step: int, n_steps: int) -> float:
+    def decay_scale(self, step: float, n_steps: int) -> float:
         """Factor of the matrices' weight decay at ``step`` (0-based), in [0, 1]."""
         return 1.0 if self.weight_decay == "constant" else 0.5 * (1.0 + math.cos(math.pi * step / n_steps))
 
 
 def apply_schedule(
-    optimizers: Iterable[Optimizer], schedule: ScheduleConfig, step: int, n_steps: int, tokens_per_step: int
+    optimizers: Iterable[Optimizer], schedule: ScheduleConfig, step: float, n_steps: int, tokens_per_step: int
 ) -> dict[str, float]:
     """Puts a step's rate, momentum and weight decay into the groups of ``build_optimizers``.
 
     The injection scale is returned and not applied: ``model.set_injection(values["injection"])``.
 
     Args:
-        step: 0-based, of ``n_steps``.
+        step: 0-based, of ``n_steps``; a fraction where skipping makes a step cost less than one.
 
     Returns:
         What is in force: ``lr_scale`` and ``injection``; with matrices also their ``momentum`` and ``weight_decay``.

@@ -14,6 +14,7 @@ from nagnet.data.sources import HUB_PREFIX
 from nagnet.data.tokenizer import Tokenizer, cached_tokenizer
 from nagnet.errors import UserError
 from nagnet.evaluation.bits_per_byte import documents_within
+from nagnet.evaluation.saved_model import find_model
 from nagnet.files import default_cache_dir
 from nagnet.training.config import RunConfig
 from nagnet.training.distributed import World
@@ -35,7 +36,17 @@ class RunText:
     source: str
 
     def loader(self, config: RunConfig, world: World) -> BatchLoader:
-        """This process's share of every batch."""
+        """This process's share of every batch.
+
+        Raises:
+            UserError: if the model that the run starts from had another tokenizer.
+        """
+        if config.init_from is not None:
+            tokenizer = find_model(config.init_from).tokenizer(config.model.vocab_size)
+            if tokenizer.content_hash != self.tokenizer.content_hash:
+                raise UserError(
+                    f"{config.init_from} had another tokenizer than {self.source}; train on the text it had"
+                )
         share = config.sequences_per_process(world.size)
         return BatchLoader(self.tokens, share, config.seq_len, config.seed, world.rank, world.size)
 

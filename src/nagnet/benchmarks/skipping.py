@@ -1,0 +1,129 @@
+"""What skipping sublayers saves in time, beside the most it could save by counting.
+
+Decisions are set, not learned: which sublayers a token skips is fixed, so that every round does the same work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nagnet.benchmarks.decoding import COPIED_BYTES, bytes_per_step, filled_cache, step_at
+from nagnet.benchmarks.timing import clear_gradients, interleave
+from nagnet.generation.cache import KeyValueCache
+from nagnet.generation.decoding import decode_compiled
+from nagnet.models.config import ModelConfig
+from nagnet.models.decoder import Decoder
+from nagnet.models.flops import skip_rates, skippable_parameters, training_flops_per_token
+from nagnet.nn.skip import SkipPolicy
+
+DECODED = ModelConfig(d_model=768, n_layers=12, n_heads=12, vocab_size=8192, max_seq_len=1024, n_directions=32)
+TRAINED = ModelConfig(d_model=512, n_layers=12, n_heads=8, vocab_size=8192, max_seq_len=512, n_directions=32)
+BATCH_SIZE, SEQ_LEN = 4, 512  # of a training step
+# Sublayers out of every eight that are skipped: as many of attention as of MLP.
+SKIPPED_OF_EIGHT = {"nothing skipped": (), "25% skipped": (0, 5), "50% skipped": (0, 3, 4, 7), "all skipped": range(8)}
+FULL = "full depth"
+
+
+def bench_skipping_decode(context: int, device: torch.device, repeats: int, compiled: bool = True) -> dict[str, Any]:
+    """Times the step of one sequence with sublayers left out, against the same model without a policy.
+
+    Returns:
+        Per alternative: ``bytes`` that the step must read, seconds, ``speedup`` over the full depth, its ``ceiling``
+        (the ratio of bytes), and ``bound``, the seconds that the bytes take at the speed of a copy.
+    """
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    steps: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
+    n_bytes = {}
+    for name in (FULL, *SKIPPED_OF_EIGHT):
+        model = Decoder(DECODED, seed=0).to(device)
+        cache = filled_cache(model, 1, context)
+        n_bytes[name] = bytes_per_step(model, cache)
+        if name != FULL:
+            skipped = _skip_fixed(model, SKIPPED_OF_EIGHT[name])
+            n_bytes[name] -= _bytes_saved(model, cache, skipped)
+        steps[name] = functools.partial(step_at, decode_compiled, model, cache, context)
+    timings = interleave(steps, repeats)
+    bandwidth = 2 * COPIED_BYTES / timings["copy"].median
+    rows = {}
+    for name, size in n_bytes.items():
+        rows[name] = {
+            "bytes": size,
+            "seconds": timings[name].to_dict(),
+            "bound": size / bandwidth,
+            "speedup": timings[FULL].median / timings[name].median,
+            "ceiling": n_bytes[FULL] / size,
+        }
+    return {"shape": _shape(DECODED), "context": context, "copy_bytes_per_second": bandwidth, "alternatives": rows}
+
+
+def _skip_fixed(model: Decoder, of_eight: Any) -> list[bool]:
+    """Skips the same sublayers for every token; returns which."""
+    skipped = [index % 8 in of_eight for index in range(2 * model.config.n_layers)]
+    model.set_skip_threshold(0.5)
+    assert model.skipping is not None
+    scores = torch.tensor([0.0 if skip else 1.0 for skip in skipped], device=model.embedding.weight.device)
+
+    def replaced(block: int, shape: torch.Size) -> Tensor:
+        return scores[2 * block : 2 * block + 2, None, None].expand(2, *shape)
+
+    model.skipping.replaced = replaced
+    return skipped
+
+
+def _bytes_saved(model: Decoder, cache: KeyValueCache, skipped: list[bool]) -> int:
+    """Matrices that need not be read, and keys and values that no query asks for."""
+    n_bytes = next(model.blocks.parameters()).element_size()
+    matrices = sum(size for skip, size in zip(skipped, skippable_parameters(model.config), strict=True) if skip)
+    return matrices * n_bytes + cache.bytes_read() * sum(skipped[::2]) // model.config.n_layers
+
+
+def bench_skipping_training(device: torch.device, repeats: int, compiled: bool = True) -> dict[str, Any]:
+    """Times forward and backward with a quarter of all tokens' sublayers skipped, at random, against the full depth.
+
+    Returns:
+        Per alternative: seconds, ``skip_rate``, ``speedup`` over the full depth and its ``ceiling`` by counted FLOPs.
+    """
+    tokens = torch.randint(TRAINED.vocab_size, (BATCH_SIZE, SEQ_LEN + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    steps, models = {}, {}
+    for name, rate in ((FULL, None), ("nothing skipped", 0.0), ("25% skipped", 0.25)):
+        policy = SkipPolicy() if rate is None else SkipPolicy(threshold=rate)
+        model = models[name] = Decoder(TRAINED.replace(skip=policy), seed=0).to(device)
+        if rate:
+            _skip_at_random(model)
+        if compiled:
+            model.compile_blocks()
+        steps[name] = functools.partial(_pass, model, inputs, targets)
+    timings = interleave(steps, repeats)
+    whole, rows = training_flops_per_token(TRAINED, SEQ_LEN), {}
+    for name, model in models.items():
+        rates = [1.0] * (2 * TRAINED.n_layers) if model.skipping is None else model.skipping.run_rates()
+        rows[name] = {
+            "seconds": timings[name].to_dict(),
+            "skip_rates": skip_rates(TRAINED, rates, SEQ_LEN)._asdict(),
+            "speedup": timings[FULL].median / timings[name].median,
+            "ceiling": whole / training_flops_per_token(TRAINED, SEQ_LEN, run_rates=rates),
+        }
+    return {"shape": _shape(TRAINED), "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "alternatives": rows}
+
+
+def _skip_at_random(model: Decoder) -> None:
+    generator = torch.Generator().manual_seed(0)
+    device = model.embedding.weight.device
+    assert model.skipping is not None
+    model.skipping.replaced = lambda block, shape: torch.rand(2, *shape, generator=generator).to(device)
+
+
+def _pass(model: Decoder, inputs: Tensor, targets: Tensor) -> None:
+    model.loss(inputs, targets).backward()
+    clear_gradients(*model.parameters())
+
+
+def _shape(config: ModelConfig) -> str:
+    return f"{config.n_layers} x {config.d_model}, vocabulary {config.vocab_size:,}"
