@@ -174,6 +174,10 @@ def test_padding_on_either_side_changes_nothing(export, stranger):
                 model(ids, **wrong)
             except ValueError as error:
                 result.setdefault("refused", []).append(str(error))
+        try:
+            model.generate(ids, max_new_tokens=2, do_sample=False, cache_implementation="static")
+        except ValueError as error:
+            result["refused"].append(str(error))
         """,
         rows=rows,
         logits=logits,
@@ -181,6 +185,7 @@ def test_padding_on_either_side_changes_nothing(export, stranger):
     assert found["difference"] < 1e-5
     assert [row[: len(ours)] for row, ours in zip(found["drawn"], expected, strict=True)] == expected
     assert "attention_mask has shape" in found["refused"][0] and "position_ids jump" in found["refused"][1]
+    assert "fixed length" in found["refused"][2]
 
 
 def test_the_tokenizer_is_ours_with_bos_in_front(export, stranger, tokenizer):

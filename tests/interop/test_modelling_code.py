@@ -8,7 +8,7 @@ import pytest
 from nagnet.interop import modelling_code as module
 from nagnet.interop.modelling_code import modelling_code
 
-ENTRY = "nagnet.models.decoder"
+ENTRY = "nagnet.interop.hf_model"
 
 
 @pytest.fixture
@@ -39,11 +39,12 @@ def imported_packages(source):
     return names
 
 
-def test_torch_is_all_that_the_decoder_needs():
+def test_torch_and_transformers_are_all_that_it_needs():
     sources = modelling_code(ENTRY, "entry")
     assert {"entry.py", "nagnet_nn_stream.py", "nagnet_ops.py", "nagnet_ops_reference.py"} <= sources.keys()
-    packages = set().union(*map(imported_packages, sources.values()))
-    assert packages - set(sys.stdlib_module_names) == {"torch"}
+    packages = {name: imported_packages(source) - set(sys.stdlib_module_names) for name, source in sources.items()}
+    assert packages.pop("entry.py") == {"torch", "transformers"}
+    assert set().union(*packages.values()) == {"torch"}
     assert all(source.startswith("# Generated from nagnet.") for source in sources.values())
 
 

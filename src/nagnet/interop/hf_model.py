@@ -138,14 +138,14 @@ class NagnetForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: of this many last positions, or of those named; 0: all.
 
         Raises:
-            ValueError: for a mask of another shape, or positions that are not consecutive.
+            ValueError: for a mask of another shape, positions that are not consecutive, or a cache of fixed length.
         """
         cache = past_key_values if cache is None else cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
-        _check(input_ids, attention_mask, position_ids, 0 if cache is None else cache.get_seq_length())
+        _check(input_ids, attention_mask, position_ids, cache)
         mask = None if attention_mask is None else attention_mask.bool()
         if cache is not None:
             state = self.decoder.trunk(input_ids, past=self._past(input_ids, mask, cache))
@@ -179,7 +179,10 @@ class NagnetForCausalLM(PreTrainedModel, GenerationMixin):
         return Past(positions, end, layers, mask[:, earlier:])
 
 
-def _check(tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None, earlier: int) -> None:
+def _check(tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> None:
+    if getattr(cache, "is_compileable", False):  # it returns its whole length, used or not
+        raise ValueError("caches of a fixed length are not supported; leave cache_implementation out")
+    earlier = 0 if cache is None else cache.get_seq_length()
     expected = (tokens.shape[0], earlier + tokens.shape[1])
     if mask is not None and mask.shape != expected:
         raise ValueError(
