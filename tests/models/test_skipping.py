@@ -1,5 +1,7 @@
 """Models that skip: packed is masked, nothing looks ahead, a batch changes no decision."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -192,3 +194,30 @@ def test_scoring_counts_what_is_scored(skipping, generator):
     assert model.skipping.counts[0].tolist() == [17] * 4
     model(tokens)
     assert model.skipping.counts[0].tolist() == [41] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_training(skipping, generator):
+    """Steps with any number of running tokens: one more graph at most, and the uncompiled gradients."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = skipping()
+    compiled = Decoder(plain.config, seed=0)
+    compiled.load_state_dict(plain.state_dict())
+    compiled.compile_blocks()
+    tokens = torch.randint(32, (2, 40), generator=generator)
+    graphs = []
+    for threshold in (0.5, 0.45, 0.0, 0.55, 0.5, 0.4, 0.6, 0.48):
+        gradients = []
+        for model in (plain, compiled):
+            model.set_skip_threshold(threshold)
+            model.zero_grad()
+            model.loss(tokens, tokens).backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+        for name, expected in gradients[0].items():
+            torch.testing.assert_close(gradients[1][name], expected, rtol=1e-4, atol=1e-6, msg=name)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[-1] <= graphs[0] + 1, graphs  # the MLP of packed rows, and of all tokens
+    torch._dynamo.reset()

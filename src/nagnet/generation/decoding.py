@@ -15,10 +15,10 @@ from nagnet import ops
 from nagnet.generation.cache import KeyValueCache, extend
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
-from nagnet.nn.attention import LayerPast
+from nagnet.nn.attention import LayerPast, Past
 from nagnet.typing import Float, Int
 
-CHANGING = ("state", "reading", "gain", "cos", "sin", "key_mask", "past", "skips", "direction", "log_norm")
+CHANGING = ("state", "reading", "gain", "cos", "sin", "key_mask", "past", "next_past", "skips", "direction", "log_norm")
 
 Decoding = Callable[[Decoder, KeyValueCache, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
 
@@ -50,8 +50,9 @@ def decode_compiled(
     The first call takes half a minute or so, later calls in other processes less: torch caches what it compiled.
     """
     kind = _Kind(model.config, next(model.blocks.parameters()).dtype, str(cache.device), ops.get_backend())
-    run_block = functools.partial(_run_compiled, kind)
-    direction, log_norm = extend(model, cache, tokens, counts, run_block).split()
+    past = cache.past(counts, tokens.shape[1])
+    direction, log_norm = model.trunk(tokens, past=past, run_block=_Runner(kind, model, past)).split()
+    cache.advance(counts)
     direction, log_norm = direction[:, 0], log_norm[:, 0]
     return _compiled(_read_out, kind)(model.readout, direction, log_norm), log_norm
 
@@ -86,19 +87,48 @@ def _of_the_step(guards: Sequence[Any]) -> list[bool]:
     ]
 
 
-def _run_compiled(kind: _Kind, block: Any, *arguments: Any) -> Any:
-    state, reading, gain, first, second, following, cos, sin, key_mask, past, skips = arguments
-    for tensor in (past.keys, past.values, past.allowed):
-        if tensor is not None:
-            torch._dynamo.mark_dynamic(tensor, 2 if tensor is not past.allowed else 3)
-    if skips is not None:
-        # A branch of a graph cannot read what the graph has written.
-        _compiled(_remember, kind)(block.attention, reading, cos, sin, past)
-        past, skips = past._replace(written=True), skips._replace(execution="branched")
-    # Nobody reads what follows the last block; with any update for it, all blocks have one graph.
-    updates = (first, second, first if following is None else following)
-    kind = kind._replace(d_ff=block.mlp.out_proj.in_features)
-    return _compiled(_run_block, kind)(block, updates, state, reading, gain, cos, sin, key_mask, past, skips)
+class _Runner:
+    """Runs the blocks of one step by compiled graphs."""
+
+    def __init__(self, kind: _Kind, model: Decoder, past: Past):
+        self._kind, self._blocks, self._layers = kind, list(model.blocks), past.layers
+        self._done = 0
+        for layer in past.layers:
+            for tensor, dim in ((layer.keys, 2), (layer.values, 2), (layer.allowed, 3)):
+                if tensor is not None:
+                    torch._dynamo.mark_dynamic(tensor, dim)
+
+    def __call__(self, block: Any, *arguments: Any) -> Any:
+        state, reading, gain, first, second, following, cos, sin, key_mask, past, skips = arguments
+        # Nobody reads what follows the last block; with any update for it, all blocks have one graph.
+        updates = (first, second, first if following is None else following)
+        kind = self._kind._replace(d_ff=block.mlp.out_proj.in_features)
+        self._done += 1
+        if skips is None:
+            return _compiled(_run_block, kind)(block, updates, state, reading, gain, cos, sin, key_mask, past, skips)
+        # A branch of a graph cannot read what the graph has written: keys and values come from the graph before.
+        if self._done == 1:
+            _compiled(_remember, kind)(block.attention, reading, cos, sin, past)
+        return _compiled(_run_and_remember, kind)(
+            block,
+            updates,
+            state,
+            reading,
+            gain,
+            cos,
+            sin,
+            key_mask,
+            past._replace(written=True),
+            skips._replace(execution="branched"),
+            *self._next(),
+        )
+
+    def _next(self) -> tuple[Any, LayerPast]:
+        """Attention of the next block and its past; after the last block the first one's, in the slot nobody reads."""
+        if self._done < len(self._blocks):
+            return self._blocks[self._done].attention, self._layers[self._done]
+        unread = self._layers[0].keys.shape[2] - 1
+        return self._blocks[0].attention, self._layers[0]._replace(slots=torch.full_like(self._layers[0].slots, unread))
 
 
 def _run_block(
@@ -114,6 +144,25 @@ def _run_block(
     skips: Any,
 ) -> Any:
     return block.forward(state, reading, gain, *updates, cos, sin, key_mask, past, skips)
+
+
+def _run_and_remember(
+    block: Any,
+    updates: Any,
+    state: Any,
+    reading: Tensor,
+    gain: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_mask: None,
+    past: LayerPast,
+    skips: Any,
+    next_attention: Any,
+    next_past: LayerPast,
+) -> Any:
+    result = block.forward(state, reading, gain, *updates, cos, sin, key_mask, past, skips)
+    next_attention.remember(result[1], cos, sin, next_past)
+    return result
 
 
 def _remember(attention: Any, reading: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> None:
