@@ -20,7 +20,8 @@ def runner(score, ran=None):
 
 def by_distance(config) -> TrialScore:
     """Best at matrix rate 0.02 and gate rate 0.004."""
-    return TrialScore(1 + abs(config.optimizer.matrix_lr - 0.02) + abs(config.optimizer.gate_lr - 0.004))
+    rate = config.optimizer.matrix_lr or 0.01  # None: the rule's own
+    return TrialScore(1 + abs(rate - 0.02) + abs(config.optimizer.gate_lr - 0.004))
 
 
 def test_each_arm_gets_its_best_values_one_sweep_after_another(tiny_plan):
