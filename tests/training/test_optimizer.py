@@ -318,3 +318,16 @@ def test_constrain_after_step_keeps_rows_where_they_belong():
             optimizer.zero_grad()
     assert model.embedding.weight.mean(dim=-1).abs().max() < 1e-6
     torch.testing.assert_close(model.readout.weight.square().mean(dim=-1), torch.ones(32))
+
+
+@pytest.mark.parametrize(("residual", "expected"), [("norm_agnostic", 0.04), ("pre_norm", 0.01), ("ngpt", 0.01)])
+def test_a_matrix_rate_of_none_is_that_of_the_rule(residual, expected):
+    model = Decoder(ModelConfig(residual=residual, d_model=16, n_layers=1, n_heads=2, vocab_size=32), seed=0)
+
+    def matrix_lr(**changes):
+        optimizers = build_optimizers(model, OptimizerConfig(**changes), tokens_per_step=200)
+        return next(row["lr"] for row in describe_groups(optimizers) if row["role"] == "matrix")
+
+    assert matrix_lr() == expected
+    assert matrix_lr(matrix_lr=0.3) == 0.3
+    assert matrix_lr(lr_reference_batch_tokens=50) == pytest.approx(2 * expected)
