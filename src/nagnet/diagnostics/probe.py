@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nagnet.errors import UserError
 from nagnet.nn.residual import NormAgnosticResidual, ResidualUpdate
+from nagnet.nn.skip import Decision
 
 _ABSENT = object()
 
@@ -132,6 +133,26 @@ def observe_gains(
 
     with measuring(model), _replaced(updates, "gain", watched), _replaced(updates, "advance", as_defined):
         yield updates
+
+
+@contextmanager
+def observe_decisions(model: Any, observer: Callable[[list[Decision]], None]) -> Iterator[None]:
+    """Calls ``observer`` once a pass with what the tokens did in all N sublayers, `measuring` included.
+
+    A model that cannot skip decides nothing, and ``observer`` is never called. The model's own counts of what was
+    skipped stand still for the while: they belong to what it is scored on.
+
+    Args:
+        model: a `nagnet.Decoder`, compiled or not.
+        observer: receives N decisions, attention and MLP of each block in turn.
+    """
+    skipping = getattr(model, "skipping", None)
+
+    def watched(skipping: nn.Module, observe: Callable) -> Callable:
+        return lambda decisions, counted=None: observer(decisions)
+
+    with measuring(model), _replaced([] if skipping is None else [skipping], "observe", watched):
+        yield
 
 
 @contextmanager
