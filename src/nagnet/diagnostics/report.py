@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nagnet.diagnostics import page
 from nagnet.errors import UserError
 from nagnet.files import write_atomically
 
@@ -55,11 +56,11 @@ def write_report(
             file cannot be written.
     """
     try:
-        page = _render(title, summary, figures, samples, tables)
+        content = _render(title, summary, figures, samples, tables)
     except KeyError as error:
         raise UserError(f"the summary lacks {error.args[0]!r}, which the report shows") from error
     try:
-        write_atomically(path, page.encode())
+        write_atomically(path, content.encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -71,21 +72,11 @@ def _render(
     samples: Mapping[str, str] | None,
     tables: Sequence[ReportTable],
 ) -> str:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise UserError("the report needs jinja2: pip install 'nagnet[report]'") from error
-    environment = Environment(
-        loader=PackageLoader("nagnet.diagnostics"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     arms = summary["arms"]
     if samples is None:
         samples = {name: arm["sample"] for name, arm in arms.items() if "sample" in arm}
-    return environment.get_template("report.html").render(
+    return page.render(
+        "report.html",
         title=title,
         interrupted=summary.get("interrupted", False),
         verdicts=[_verdict(difference) for difference in summary.get("differences", ())],
