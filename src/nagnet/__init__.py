@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nagnet.diagnostics.geometry import gate_health as gate_health
+    from nagnet.diagnostics.prediction import confidence as confidence
     from nagnet.generation.engine import generate as generate
     from nagnet.generation.engine import generate_stream as generate_stream
     from nagnet.models.checkpoint import load_model as load_model
@@ -36,6 +37,7 @@ _MODULES = {
     "Readout": "nagnet.nn.readout",
     "ReadoutConfig": "nagnet.nn.readout",
     "centre_rows_": "nagnet.nn.residual",
+    "confidence": "nagnet.diagnostics.prediction",
     "SkipPolicy": "nagnet.nn.skip",
     "constrain_after_step": "nagnet.training.optimizer",
     "gate_health": "nagnet.diagnostics.geometry",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 TOKENIZER_FILE = "tokenizer.json"  # beside a model, or in the folder of its run
 RUN_FILE = "run.json"  # of a training run: recipe and config
+METRICS_FILE = "metrics.jsonl"  # of a run, or of all arms of a seed of a comparison
 SUMMARY_FILE = "summary.json"  # its results
 MODEL_FOLDER = "model"  # of a finished one
 CHECKPOINTS_FOLDER = "checkpoints"

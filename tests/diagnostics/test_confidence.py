@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nagnet.diagnostics.confidence import ConfidenceSummary, collect_confidence, confidence, confidence_deciles
+from nagnet.diagnostics.confidence import ConfidenceSummary, collect_confidence, confidence_deciles
+from nagnet.diagnostics.prediction import confidence
 from nagnet.errors import UserError
 
 

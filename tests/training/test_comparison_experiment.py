@@ -7,12 +7,13 @@ import signal
 import pytest
 import torch
 
+from nagnet.diagnostics.probed import probe_tokens
 from nagnet.errors import UserError
 from nagnet.training import comparison
 from nagnet.training import experiment as module
 from nagnet.training.budget import resolve_budget
 from nagnet.training.comparison import pack_held_out, read_result
-from nagnet.training.comparison_report import mean_metrics, probe_tokens, write_comparison_report
+from nagnet.training.comparison_report import mean_metrics, write_comparison_report
 from nagnet.training.loop import Trainer
 from nagnet.training.metrics import read_metrics
 from nagnet.training.plan import Sweep
@@ -172,5 +173,8 @@ def test_undeclared_differences_are_named_and_refused(tiny_plan, tiny_experiment
 
 def test_probe_documents_begin_with_bos(tiny_text):
     packed = pack_held_out(tiny_text)
-    tokens = probe_tokens(packed, documents=5, length=16)
-    assert tokens.shape == (2, 16) and set(tokens[:, 0].tolist()) == {packed.bos_id}
+    tokens = probe_tokens(packed, rows=5, length=16)
+    assert tokens.shape == (5, 16) and set(tokens[:, 0].tolist()) == {packed.bos_id}
+    firsts = packed.offsets[:2]
+    assert tokens[:2, 1:].tolist() == [packed.tokens[first + 1 : first + 16].tolist() for first in firsts]
+    assert tokens[2, 1:].tolist() == packed.tokens[firsts[0] + 16 : firsts[0] + 31].tolist()  # then the next parts

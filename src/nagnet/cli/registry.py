@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "depth-curve": Command(
         "nagnet.cli.depth_curve", "Show what skipping sublayers costs and saves a trained model", "train,report"
     ),
+    "probe": Command("nagnet.cli.probe", "Look inside models: every figure, its numbers, one report", "train,report"),
     "generate": Command("nagnet.cli.generate", "Continue text with a trained model, shaded by its confidence"),
     "extrapolate": Command("nagnet.cli.extrapolate", "Predict the gap between two arms at a larger budget"),
     "data": Command("nagnet.cli.data", "Turn text into token shards for training, and check them", extras="data"),

@@ -18,28 +18,41 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from nagnet.diagnostics.probe import measuring
+from nagnet.diagnostics.prediction import predict
 from nagnet.errors import UserError
 from nagnet.evaluation.statistics import area_under_roc, spearman
-from nagnet.ops import reference
 from nagnet.ops.loss import IGNORED_TARGET
 
 N_DECILES = 10
 
 
 @dataclass(frozen=True)
-class Confidence:
-    """Confidence of each prediction, before its answer is known; all float32 or wider [B, T].
+class Predictions:
+    """What a model predicted for each scored token; float64 [n] but where said.
 
     Attributes:
-        scale: exp(s_N), the RMS of the stream at the end.
-        entropy: of the predicted distribution, nats.
-        max_probability: of the likeliest token.
+        scale: exp(s_N). entropy: nats. max_probability: of the likeliest token.
+        loss: of the token that came, nats. correct: bool [n], whether the likeliest token came.
+        row: int64 [n], the sequence that each token belongs to, from 0: tokens of one are not independent.
+        scale_in_logits: whether the model multiplies its logits by exp(s_N); if not, exp(s_N) is a control.
     """
 
-    scale: Tensor
-    entropy: Tensor
-    max_probability: Tensor
+    scale: np.ndarray
+    entropy: np.ndarray
+    max_probability: np.ndarray
+    loss: np.ndarray
+    correct: np.ndarray
+    row: np.ndarray
+    scale_in_logits: bool
+
+    @property
+    def signals(self) -> dict[str, np.ndarray]:
+        """Signs of a right answer, larger meaning surer: ``scale``, ``negative_entropy``, ``max_probability``."""
+        return {
+            "scale": self.scale,
+            "negative_entropy": -self.entropy,
+            "max_probability": self.max_probability,
+        }
 
 
 @dataclass(frozen=True)
@@ -127,19 +140,6 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def confidence(model: Any, tokens: Tensor) -> Confidence:
-    """Measures how sure ``model`` is of each next token.
-
-    Args:
-        model: a `nagnet.Decoder`; it runs in evaluation mode without gradients and is left as it was.
-        tokens: [B, T] integers.
-
-    Returns:
-        exp(s_N), entropy in nats and largest probability, [B, T].
-    """
-    return _predict(model, tokens)[0]
-
-
 def confidence_deciles(signal: ArrayLike, entropy: ArrayLike, loss: ArrayLike, correct: ArrayLike) -> ConfidenceDeciles:
     """Sorts tokens by ``signal`` into ten groups of equal count and averages what came of them.
 
@@ -165,35 +165,54 @@ def confidence_deciles(signal: ArrayLike, entropy: ArrayLike, loss: ArrayLike, c
     return ConfidenceDeciles(*means, n_tokens=np.array([len(group) for group in groups]))
 
 
-def collect_confidence(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> ConfidenceSummary:
-    """Compares exp(s_N) and minus the entropy as signs of a right answer, over all batches.
-
-    Keeps four numbers per token, never the logits of more than one batch.
+def collect_predictions(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Predictions:
+    """Predicts every token of all batches. Keeps six numbers per token, never the logits of more than one batch.
 
     Args:
         model: a `nagnet.Decoder`.
         batches: pairs of tokens and targets [B, T]; targets of -100 are left out.
 
-    Returns:
-        Deciles and ranking quality of both signals.
-
     Raises:
-        UserError: if no target is left, or the model's outputs are NaN.
+        UserError: if no target is left.
     """
     parts: list[Tensor] = []
+    n_rows = 0
     for tokens, targets in batches:
-        predicted, logits = _predict(model, tokens)
+        predicted, logits = predict(model, tokens)
         targets = targets.to(logits.device)
         kept = targets != IGNORED_TARGET
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
         ).view_as(targets)
         correct = logits.argmax(dim=-1) == targets
-        rows = torch.stack([predicted.scale, predicted.entropy, loss, correct.to(loss.dtype)])
-        parts.append(rows[:, kept].cpu())
+        row = torch.arange(n_rows, n_rows + len(targets), device=logits.device).unsqueeze(1).expand_as(targets)
+        n_rows += len(targets)
+        columns = (predicted.scale, predicted.entropy, predicted.max_probability, loss, correct, row)
+        parts.append(torch.stack([column[kept].double().cpu() for column in columns]))
     if not sum(part.shape[1] for part in parts):
         raise UserError("no token to score: there are no batches, or all their targets are -100")
-    scale, entropy, loss, correct = torch.cat(parts, dim=1).double().numpy()
+    scale, entropy, max_probability, losses, hits, rows = torch.cat(parts, dim=1).numpy()
+    in_logits = model.readout.config.uses_log_norm
+    return Predictions(scale, entropy, max_probability, losses, hits.astype(bool), rows.astype(np.int64), in_logits)
+
+
+def collect_confidence(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> ConfidenceSummary:
+    """Compares exp(s_N) and minus the entropy as signs of a right answer; arguments as `collect_predictions`.
+
+    Raises:
+        UserError: if no target is left, or the model's outputs are NaN.
+    """
+    return summarize_confidence(collect_predictions(model, batches))
+
+
+def summarize_confidence(predictions: Predictions) -> ConfidenceSummary:
+    """Deciles and ranking quality of exp(s_N) and of minus the entropy.
+
+    Raises:
+        UserError: if a signal is NaN.
+    """
+    scale, entropy = predictions.scale, predictions.entropy
+    loss, correct = predictions.loss, predictions.correct
 
     def quality(signal: np.ndarray) -> SignalQuality:
         deciles = confidence_deciles(signal, entropy, loss, correct)
@@ -204,16 +223,5 @@ def collect_confidence(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> 
         negative_entropy=quality(-entropy),
         spearman_scale_entropy=spearman(scale, entropy),
         n_tokens=len(scale),
-        scale_in_logits=model.readout.config.uses_log_norm,
+        scale_in_logits=predictions.scale_in_logits,
     )
-
-
-def _predict(model: Any, tokens: Tensor) -> tuple[Confidence, Tensor]:
-    """Confidence [B, T] and logits [B, T, V]."""
-    with measuring(model):
-        direction, log_norm = model.trunk(tokens).split()
-        logits = model.readout(direction, log_norm)
-        log_p = torch.log_softmax(logits, dim=-1)
-        scale = log_norm.to(reference.compute_dtype(log_norm)).exp()
-        entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
-        return Confidence(scale, entropy, log_p.amax(dim=-1).exp()), logits

@@ -95,7 +95,7 @@ def norm_figure(norms: Mapping[str, NormByDepth]) -> Figure:
     for axes, title in zip(panels, titles, strict=True):
         axes.set_xlim(0, max((len(norm.mean) - 1 for norm in norms.values()), default=1))
         style.set_text(axes, title, "depth (updates)", "RMS of the stream")
-    _share_log_y(panels)
+    share_log_y(panels)
     kinds = (("mean", "-", 2.2), ("mean without position 0", "-", 1.0), ("median", ":", 1.0))
     entries = [(name, style.INK, dash, width) for name, dash, width in kinds]
     panels[0].legend(handles=_handles(entries), frameon=False)
@@ -105,7 +105,8 @@ def norm_figure(norms: Mapping[str, NormByDepth]) -> Figure:
 
 ROTATION_CAPTION = (
     "Angle between the direction of the stream before and after an update, token mean, in degrees: of each update "
-    "(right) and summed over depth (left). The sum counts turning there and back, so it may pass 180°."
+    "(right; legend: the last one) and summed over depth (left). The sum counts turning there and back, so it may pass "
+    "180°."
 )
 
 
@@ -116,13 +117,14 @@ def rotation_figure(rotations: Mapping[str, RotationByDepth]) -> Figure:
     for arm, rotation in rotations.items():
         n_updates = len(rotation.angle)
         panels[0].plot(range(n_updates + 1), [0.0, *rotation.cumulative.tolist()], **looks[arm])
-        panels[1].plot(range(1, n_updates + 1), rotation.angle.tolist(), **looks[arm])
+        last = {**looks[arm], "label": f"{looks[arm]['label']}: last {rotation.angle[-1]:.1f}°"}
+        panels[1].plot(range(1, n_updates + 1), rotation.angle.tolist(), **last)
     style.set_text(panels[0], "Rotation so far", "depth (updates)", "cumulative rotation (degrees)")
     style.set_text(panels[1], "Rotation of each update", "update", "rotation (degrees)")
     for axes in panels:
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-    panels[0].legend(frameon=False)
+        axes.legend(frameon=False)
     return fig
 
 
@@ -161,7 +163,7 @@ def gain_figure(gains: Mapping[str, GainByUpdate | None]) -> Figure:
                 axes.plot(index, values[chosen].tolist(), label=label, markersize=3.5, **look)
         axes.set_xlim(0, 1 + max(int(gain.update_index.max()) for gain in present.values()))
         style.set_text(axes, sublayer, "update", "tangent of the rotation")
-    _share_log_y(panels)
+    share_log_y(panels)
     fig.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return fig
 
@@ -265,7 +267,7 @@ def _unit(largest: float) -> tuple[float, str]:
     return 10.0**power, names.get(power, f" (10{superscript})")
 
 
-def _share_log_y(panels: Sequence[Axes]) -> None:
+def share_log_y(panels: Sequence[Axes]) -> None:
     """One logarithmic axis for all panels that writes 0.2 and 50, where matplotlib writes 2 x 10^-1 and nothing."""
     for axes in panels:
         axes.set_yscale("log")

@@ -7,6 +7,7 @@ reduce what they see to a few numbers: nothing here keeps a tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,24 @@ def observe_updates(model: Any, observer: Callable[[UpdateStep], None]) -> Itera
         return advance_and_tell
 
     with measuring(model), _replaced(updates, "advance", watched):
+        yield
+
+
+def tokens_that_ran(model: Any, step: UpdateStep) -> Tensor:
+    """Which tokens ran the sublayer of ``step``, bool [B, T]; the others skipped it (`nagnet.nn.skip`)."""
+    if model.skipping is None:
+        return torch.ones(step.branch.shape[:-1], dtype=torch.bool, device=step.branch.device)
+    return step.update.rotation_score(step.gain) > model.skipping.threshold
+
+
+@contextmanager
+def advancing_by(updates: Iterable[nn.Module], advance: Callable[..., Any]) -> Iterator[None]:
+    """Puts ``advance(update, state, branch, gain, following)`` in place of these updates' own while the context lasts.
+
+    It returns the new state, and reading and gain of ``following``, None where there is none. The model must run
+    uncompiled (`measuring`).
+    """
+    with _replaced(updates, "advance", lambda update, own: functools.partial(advance, update)):
         yield
 
 

@@ -81,7 +81,7 @@ def _render(
         interrupted=summary.get("interrupted", False),
         verdicts=[_verdict(difference) for difference in summary.get("differences", ())],
         results=_results(arms),
-        figures=[(heading, caption, _data_url(image)) for heading, caption, image in figures],
+        figures=[(heading, caption, data_url(image)) for heading, caption, image in figures],
         tables=tables,
         samples={_label(name): text for name, text in samples.items()},
         arm_names=[_label(name) for name in arms],
@@ -189,7 +189,7 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _data_url(image: bytes) -> str:
+def data_url(image: bytes) -> str:
     """An image as a URL that holds it. As an image, an SVG keeps its ids to itself and runs no script."""
     if image.startswith(b"\x89PNG\r\n\x1a\n"):
         kind = "image/png"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nagnet.diagnostics.probe import UpdateStep, observe_updates
+from nagnet.diagnostics.geometry import check_tokens
+from nagnet.diagnostics.probe import UpdateStep, observe_updates, tokens_that_ran
 from nagnet.errors import UserError
 from nagnet.evaluation.bits_per_byte import DocumentScores, Score
 from nagnet.models.decoder import Decoder
@@ -60,6 +61,35 @@ class DepthPoint:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class SkipMap:
+    """Which tokens ran which sublayers.
+
+    Attributes:
+        run: bool [N, B, T].
+        skip_rate: share of tokens that skipped each sublayer, float64 [N].
+    """
+
+    run: Tensor
+    skip_rate: Tensor
+
+
+def skip_map(model: Any, tokens: Tensor) -> SkipMap | None:
+    """Which of ``tokens`` [B, T] run and which skip, at the threshold in force; None for a model that cannot skip.
+
+    Raises:
+        UserError: if ``tokens`` is not a non-empty [B, T].
+    """
+    check_tokens(tokens)
+    if model.skipping is None:
+        return None
+    ran: list[Tensor] = []
+    with observe_updates(model, lambda step: ran.append(tokens_that_ran(model, step).cpu())):
+        model.trunk(tokens)
+    run = torch.stack(ran)
+    return SkipMap(run, 1.0 - run.double().mean(dim=(1, 2)))
 
 
 def depth_curve(

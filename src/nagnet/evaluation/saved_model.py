@@ -12,6 +12,7 @@ from nagnet.data.tokenizer import Tokenizer
 from nagnet.errors import UserError
 from nagnet.files import (
     CHECKPOINTS_FOLDER,
+    METRICS_FILE,
     MODEL_FOLDER,
     RECORD_FILE,
     RESULT_FILE,
@@ -31,12 +32,15 @@ class SavedModel:
         tokenizer_file: the tokenizer it was trained with, or None for a model without one.
         run_config: of the run that made it, as plain values, or None.
         results: what that run measured of it, such as ``bits_per_byte`` and ``tokens``; empty where nothing is known.
+        metrics_file: the metrics of that run, or None. arm: whose rows of it are the model's; None: all.
     """
 
     folder: Path
     tokenizer_file: Path | None
     run_config: dict[str, Any] | None
     results: dict[str, Any] = field(default_factory=dict)
+    metrics_file: Path | None = None
+    arm: str | None = None
 
     def tokenizer(self, vocab_size: int, file: Path | None = None) -> Tokenizer:
         """The model's tokenizer.
@@ -98,18 +102,23 @@ def _has_model(folder: Path) -> bool:
 def _of_model_folder(folder: Path, shown: Path) -> SavedModel:
     """What belongs to a model folder by the place it has in what a run writes."""
     record, results, candidates = None, None, [folder / TOKENIZER_FILE]
+    metrics, arm = None, None
     if (folder / RESULT_FILE).is_file():  # an arm of a comparison
         record = results = folder / RESULT_FILE
+        metrics, arm = folder.parent / METRICS_FILE, folder.name
         candidates.append(folder.parent / TOKENIZER_FILE)
     elif (folder / RECORD_FILE).is_file():
         _check_hashes(shown)
-        record = folder.parents[1] / RUN_FILE
+        record, metrics = folder.parents[1] / RUN_FILE, folder.parents[1] / METRICS_FILE
         results = folder / RECORD_FILE if record.is_file() else None  # a foreign loop's score may be anything
         candidates.append(folder.parents[1] / TOKENIZER_FILE)
     elif folder.name == MODEL_FOLDER:
         record, results = folder.parent / RUN_FILE, folder.parent / SUMMARY_FILE
+        metrics = folder.parent / METRICS_FILE
     tokenizer = next((file for file in candidates if file.is_file()), None)
-    return SavedModel(shown, tokenizer, _run_config(record), _results(results))
+    if metrics is not None and not metrics.is_file():
+        metrics = None
+    return SavedModel(shown, tokenizer, _run_config(record), _results(results), metrics, arm)
 
 
 def _run_config(record: Path | None) -> dict[str, Any] | None:

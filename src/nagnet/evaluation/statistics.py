@@ -175,6 +175,63 @@ def area_under_roc(scores: ArrayLike, labels: ArrayLike) -> float:
     return float((rank_sum - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative))
 
 
+@dataclass(frozen=True)
+class RocInterval:
+    """Area under ROC with its percentile interval over resampled groups; NaN where a class is absent."""
+
+    area: float
+    low: float
+    high: float
+    n_groups: int
+    confidence: float
+
+
+def area_under_roc_interval(
+    scores: ArrayLike,
+    labels: ArrayLike,
+    groups: ArrayLike,
+    n_resamples: int = 1000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> RocInterval:
+    """Area under ROC with a bootstrap interval over groups, since items of one group are not independent.
+
+    Args:
+        scores, labels: as for `area_under_roc`.
+        groups: what each item belongs to, such as its document, ``[n]``.
+        n_resamples: resamples; those without both classes are left out.
+        seed: of the resampling. confidence: coverage, between 0 and 1.
+
+    Raises:
+        UserError: if the lengths differ or a number is out of range.
+    """
+    values, positive = _same_length(scores, labels)
+    _, group = np.unique(np.asarray(groups).ravel(), return_inverse=True)
+    if len(group) != len(values):
+        raise UserError(f"there are {len(values)} scores and {len(group)} groups; give one group per item")
+    if n_resamples < 1 or not 0 < confidence < 1:
+        raise UserError(f"n_resamples {n_resamples} must be at least 1 and confidence {confidence} between 0 and 1")
+    area = area_under_roc(values, positive)
+    n_groups = int(group.max(initial=-1)) + 1
+    if math.isnan(area) or n_groups < 2:
+        return RocInterval(area, math.nan, math.nan, n_groups, confidence)
+    # One sort serves all resamples: an item drawn k times is an item of weight k, and ties share their rank.
+    order = np.argsort(values, kind="stable")
+    group, hit = group[order], positive[order].astype(np.float64)
+    starts = np.flatnonzero(np.diff(values[order], prepend=np.nan) != 0)
+    random = np.random.default_rng(seed)
+    areas = np.empty(n_resamples)
+    for draw in range(n_resamples):
+        weight = np.bincount(random.integers(n_groups, size=n_groups), minlength=n_groups)[group]
+        positives, negatives = np.add.reduceat(np.stack([weight * hit, weight * (1 - hit)]), starts, axis=1)
+        below = np.cumsum(negatives) - negatives
+        pairs = positives.sum() * negatives.sum()
+        areas[draw] = (positives * (below + negatives / 2)).sum() / pairs if pairs else np.nan
+    tail = (1 - confidence) / 2
+    low, high = np.nanquantile(areas, [tail, 1 - tail]) if np.isfinite(areas).any() else (math.nan, math.nan)
+    return RocInterval(area, float(low), float(high), n_groups, confidence)
+
+
 def spearman(a: ArrayLike, b: ArrayLike) -> float:
     """Spearman rank correlation with mid-ranks for ties.
 

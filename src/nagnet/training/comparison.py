@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from nagnet.data.loader import BatchLoader, PackedTokens, encode_documents
+from nagnet.data.loader import PackedTokens, encode_documents
 from nagnet.diagnostics.confidence import collect_confidence
 from nagnet.diagnostics.health import stream_health
+from nagnet.diagnostics.probed import scored_rows
 from nagnet.evaluation.bits_per_byte import DocumentScores, documents_within
 from nagnet.files import RESULT_FILE, TOKENIZER_FILE, write_atomically
 from nagnet.generation.sampler import Sampling
@@ -36,7 +36,6 @@ from nagnet.training.text import RunText
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 120
 SAMPLE_TEMPERATURE = 0.8
-CONFIDENCE_ROWS = 48
 CONFIDENCE_BYTES = 2_000_000  # of held-out text, from which the rows are taken
 FINAL_LOSS_SHARE = 0.05  # of the steps, over which the last training loss is a mean
 
@@ -295,7 +294,7 @@ class Comparison:
         }
         if self.job.trial:
             return result
-        confidence = collect_confidence(model, confidence_batches(self.text, config.seq_len, self.device))
+        confidence = collect_confidence(model, scored_rows(pack_held_out(self.text), config.seq_len, self.device))
         sampling = Sampling(SAMPLE_TEMPERATURE, seed=config.seed)
         (sample,) = complete_texts(
             model, self.text.tokenizer, [SAMPLE_PROMPT], SAMPLE_TOKENS, sampling, past_the_end=True
@@ -310,14 +309,6 @@ class Comparison:
 def pack_held_out(text: RunText) -> PackedTokens:
     """Held-out documents as tokens, 2 MB of them at most, for measurements that need no more."""
     return encode_documents(documents_within(text.held_out, CONFIDENCE_BYTES), text.tokenizer)
-
-
-def confidence_batches(text: RunText, seq_len: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Rows of held-out text, inputs and targets [1, T], on which confidence is measured; the same for every arm."""
-    packed = pack_held_out(text)
-    rows = BatchLoader(packed, 1, min(seq_len, packed.n_tokens - 1), seed=0)
-    batches = [rows.batch(step) for step in range(min(CONFIDENCE_ROWS, rows.rows_per_epoch))]
-    return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
 
 
 def _plain_scores(scores: DocumentScores) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nagnet.data.loader import PackedTokens
 from nagnet.diagnostics import figures
 from nagnet.diagnostics.confidence import ConfidenceSummary
 from nagnet.diagnostics.geometry import gain_by_update, norm_by_depth, rotation_by_depth
+from nagnet.diagnostics.probed import probe_tokens
 from nagnet.diagnostics.report import ReportTable, write_report
 from nagnet.diagnostics.style import save_figure
 from nagnet.models.checkpoint import load_model
@@ -24,24 +24,7 @@ from nagnet.training.text import RunText
 
 FIGURES_FOLDER = "figures"
 REPORT_FILE = "report.html"
-PROBE_DOCUMENTS = 24
-PROBE_LENGTH = 64
 AVERAGED = ("tokens", "flops", "loss")
-
-
-def probe_tokens(packed: PackedTokens, documents: int = PROBE_DOCUMENTS, length: int = PROBE_LENGTH) -> Tensor:
-    """The first documents that are long enough, BOS in front, cut to ``length`` tokens.
-
-    Where no document is that long, the length of the longest takes its place.
-
-    Returns:
-        int64 [at most ``documents``, at most ``length``].
-    """
-    length = min(length, int((packed.offsets[1:] - packed.offsets[:-1]).max()))
-    starts = [int(a) for a, b in zip(packed.offsets[:-1], packed.offsets[1:], strict=True) if b - a >= length]
-    return torch.stack(
-        [torch.from_numpy(packed.tokens[start : start + length].astype("int64")) for start in starts[:documents]]
-    )
 
 
 def write_comparison_report(

@@ -20,9 +20,8 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from nagnet.errors import UserError
-from nagnet.files import write_atomically
+from nagnet.files import METRICS_FILE, write_atomically
 
-METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb-id"
 

@@ -1,0 +1,107 @@
+"""nagnet probe on small trained runs: what it writes, what it refuses."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from nagnet.cli.application import run
+from nagnet.diagnostics import probe_report
+from nagnet.training.probing import open_probe
+
+SMALL = [
+    *("model.d_model=16", "model.n_layers=2", "model.n_heads=2", "model.vocab_size=270", "model.max_seq_len=64"),
+    *("model.n_directions=3", "steps=4", "batch_size=4", "seq_len=16", "compile=false", "dtype=float32"),
+    *("eval_bytes=4000", "health_interval=2", "eval_interval=2", "checkpoint_interval=0"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Runs by name: with skipping, without, and the twin."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text").mkdir()
+    for number in range(60):
+        words = " ".join(f"a stream of words {number * i % 97}" for i in range(16 + number % 9))
+        (folder / "text" / f"{number}.txt").write_text(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NAGNET_CACHE", str(folder / "cache"))
+        for name, change in (
+            ("full", []),
+            ("mod", ["model.skip.target_rate=0.25", "model.skip.start_step=1"]),
+            ("twin", ["model.residual=pre_norm"]),
+        ):
+            arguments = ["--data", str(folder / "text"), "--out", str(folder / name), "--trackers", "none"]
+            assert run(["train", "stdlib-tiny", *SMALL, *change, *arguments]) == 0
+        yield folder
+
+
+EVERY_FIGURE = {
+    *("norm_by_depth", "rotation", "relative_update", "gain", "modulation", "temperature", "alignment"),
+    *("preferred_directions", "sinks", "attention_maps", "confidence", "reliability", "block_removal", "outliers"),
+    *("skips", "loss", "bits_per_byte", "stream_in_training", "gates_in_training"),
+}
+
+
+def test_every_figure_its_numbers_and_one_page(trained, tmp_path, capsys):
+    out = tmp_path / "probe"
+    arguments = ["probe", *(str(trained / name) for name in ("full", "twin", "mod")), "--out", str(out)]
+    assert run(arguments) == 0
+    assert str(out / "report.html") in capsys.readouterr().out
+    assert {path.stem for path in (out / "figures").glob("*.png")} == EVERY_FIGURE
+    assert {path.stem for path in (out / "figures").glob("*.svg")} == EVERY_FIGURE
+    page = (out / "report.html").read_text()
+    assert page.count("<figure>") == len(EVERY_FIGURE)
+    assert "http" not in page.replace("http://www.w3.org", "")  # needs no network
+    assert (out / "report.html").stat().st_size < 8_000_000
+    norms = json.loads((out / "numbers" / "norm_by_depth.json").read_text())
+    assert list(norms) == ["full", "twin", "mod"]  # two models of one rule: the folders tell them apart
+    rows = list(csv.DictReader((out / "numbers" / "norm_by_depth.csv").read_text().splitlines()))
+    means = [float(row["value"]) for row in rows if (row["model"], row["quantity"]) == ("twin", "mean")]
+    assert means == norms["twin"]["mean"]
+    gains = json.loads((out / "numbers" / "gain.json").read_text())
+    assert gains["twin"] is None and len(gains["full"]["alpha"]) == 4
+    skips = json.loads((out / "numbers" / "skips.json").read_text())
+    assert skips["full"] is None and len(skips["mod"]["skip_rate"]) == 4
+    assert run(arguments) == 2  # never over an earlier result
+    assert "holds another run" in capsys.readouterr().err
+
+
+def names(*checkpoints):
+    return list(open_probe([str(word) for word in checkpoints], torch.device("cpu"))[0])
+
+
+def test_models_are_named_by_what_tells_them_apart(trained):
+    full, twin, mod = (trained / name for name in ("full", "twin", "mod"))
+    assert names(full, twin) == ["norm_agnostic", "pre_norm"]
+    assert names(full, mod, twin) == ["full", "mod", "twin"]
+    assert names(full / "model", mod / "model") == ["full", "mod"]
+    assert names(f"mine={full}", twin, f"norm_agnostic={mod}") == ["mine", "pre_norm", "norm_agnostic"]
+    assert names(f"pre_norm={full}", twin) == ["pre_norm", "twin"]
+
+
+def test_json_alone_on_standard_output(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(probe_report, "measure", lambda models, progress: iter(()))
+    assert run(["probe", str(trained / "full"), "--json", "--out", str(tmp_path / "probe")]) == 0
+    assert json.loads(capsys.readouterr().out) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name one model or more"),
+        (["nowhere"], "nowhere is no folder"),
+        (["=x"], "NAME=CHECKPOINT"),
+        (["a={full}", "a={twin}"], "a is named twice"),
+        (["{full}", "--skip-threshold", "2"], "threshold is 2"),
+        (["{full}", "--max-bytes", "0"], "max_bytes is 0"),
+        (["{full}", "--text", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(trained, tmp_path, capsys, words, message):
+    out = tmp_path / "probe"
+    words = [word.format(full=trained / "full", twin=trained / "twin") for word in words]
+    assert run(["probe", *words, "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
