@@ -8,10 +8,12 @@
     entropy: "nats of entropy; deeper is less sure",
   };
 
+  const count = (n) => n.toLocaleString("en");
+
   const number = (x) => {
     const size = Math.abs(x);
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return x.toExponential(2);
-    return size >= 1000 ? Math.round(x).toLocaleString("en") : x.toPrecision(3);
+    return size >= 1000 ? count(Math.round(x)) : x.toPrecision(3);
   };
 
   const element = (tag, properties, ...children) => {
@@ -39,7 +41,8 @@
   const build = (model, article) => {
     const text = article.querySelector(".text");
     const tokens = model.text.map((piece, index) => {
-      const token = element("span", { textContent: piece, tabIndex: -1, role: "option" });
+      const token = element("span", { textContent: piece, tabIndex: -1 });
+      token.setAttribute("role", "option");
       if (index > 0 && model.window_starts.includes(index)) token.className = "window";
       const values = `probability ${number(model.probability[index])}, loss ${number(model.loss[index])} nats`;
       const name = `token ${index + 1}: ${inline(piece)}, ${values}, confidence ${number(model.confidence[index])}`;
@@ -64,21 +67,22 @@
     const rough = (high - low) / 4;
     const power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+    const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9));
     const found = [];
     for (let k = Math.ceil(low / step); k * step <= high; k++) found.push(k * step);
-    return found.map((value) => [value, value.toFixed(Math.max(0, Math.ceil(-Math.log10(step) - 1e-9)))]);
+    return found.map((value) => [value, value.toFixed(decimals).replace("-", "−")]);
   };
 
   // s by depth as one line: the writes of attention thick, those of the MLP thin; below it which sublayers ran.
   const chart = (model, index) => {
     const values = model.log_norm[index];
     const updates = values.length - 1;
-    const [width, left, right, top, bottom] = [400, 66, 392, 24, 150];
+    const [width, left, right, top, bottom] = [400, 66, 386, 24, 150];
     const low = Math.min(model.log_norm_range[0], ...values);
     const high = Math.max(model.log_norm_range[1], ...values, low + 0.01);
     const x = (l) => left + ((right - left) * l) / updates;
     const y = (s) => bottom - ((bottom - top) * (s - low)) / (high - low);
-    const rows = model.ran ? 30 : 0;
+    const rows = model.ran ? 31 : 0;
     const label = `s by depth: ${number(values[0])} before the first update, ${number(values[updates])} after the last`;
     const svg = drawn("svg", { viewBox: `0 0 ${width} ${bottom + rows + 36}`, role: "img", "aria-label": label });
     const add = (tag, attributes, text) => svg.append(drawn(tag, attributes, text));
@@ -98,7 +102,7 @@
       let path = "";
       for (let l = 1 + sublayer; l <= updates; l += 2) path += line([[l - 1, values[l - 1]], [l, values[l]]]);
       add("path", { class: name, d: path });
-      const row = bottom + 5 + 12 * sublayer;
+      const row = bottom + 5 + 13 * sublayer;
       if (model.ran) add("text", { x: left - 6, y: row + 9, "text-anchor": "end" }, ["attention", "MLP"][sublayer]);
       for (let l = 1 + sublayer; model.ran && l <= updates; l += 2) {
         const run = model.ran[index][l - 1] === "1";
@@ -130,14 +134,14 @@
       return;
     }
     const bytes = model.split[index] ? `, split: bytes ${model.split[index]}` : "";
-    put("token", element("code", { textContent: inline(model.text[index]) }), ` ${index + 1} of ${model.text.length}${bytes}`);
+    put("token", element("code", { textContent: inline(model.text[index]) }), ` ${count(index + 1)} of ${count(model.text.length)}${bytes}`);
     put("probability", number(model.probability[index]));
-    put("rank", `${model.rank[index].toLocaleString("en")} of ${model.vocab_size.toLocaleString("en")}`);
+    put("rank", `${count(model.rank[index])} of ${count(model.vocab_size)}`);
     put("loss", `${number(model.loss[index])} nats`);
     put("entropy", `${number(model.entropy[index])} nats`);
     const probability = ` probability ${number(model.max_probability[index])}`;
     put("likeliest", element("code", { textContent: inline(model.likeliest[index]) }), probability);
-    put("confidence", `exp(s_N) = ${number(model.confidence[index])}`);
+    put("confidence", `exp(s_N) = ${number(model.confidence[index])}${model.scale_in_logits ? "" : " (control)"}`);
     put("ran", sublayers(model, index));
     article.querySelector(".chart").replaceChildren(chart(model, index));
   };
@@ -157,7 +161,7 @@
   const holder = (model, byte) => (byte < model.end ? model.starts.findLastIndex((start) => start <= byte) : -1);
 
   const select = (view, index) => {
-    if (view.chosen === index && view.tokens[index].ariaSelected === "true") return;
+    if (view.chosen === index && view.tokens[index].getAttribute("aria-selected") === "true") return;
     for (const other of views) {
       choose(other, other === view ? index : holder(other.model, view.model.starts[index]));
       const token = other.tokens[other.chosen];
@@ -191,13 +195,11 @@
 
   const articles = root.querySelectorAll(".model");
   const views = models.map((model, index) => build(model, articles[index]));
-  let pointer = "";
   for (const view of views) {
+    // Not pointerover: that comes too where keys scroll the text below a pointer at rest.
     view.text.addEventListener("pointermove", (event) => {
-      const now = `${event.screenX} ${event.screenY}`; // text that scrolls below a resting pointer chooses nothing
       const index = view.tokens.indexOf(event.target);
-      if (now !== pointer && index >= 0) select(view, index);
-      pointer = now;
+      if (index >= 0) select(view, index);
     });
     view.text.addEventListener("focusin", (event) => select(view, view.tokens.indexOf(event.target)));
     view.text.addEventListener("keydown", (event) => {
