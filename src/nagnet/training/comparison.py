@@ -36,6 +36,7 @@ from nagnet.training.text import RunText
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 120
 SAMPLE_TEMPERATURE = 0.8
+CONFIDENCE_ROWS = 48
 CONFIDENCE_BYTES = 2_000_000  # of held-out text, from which the rows are taken
 FINAL_LOSS_SHARE = 0.05  # of the steps, over which the last training loss is a mean
 
@@ -294,7 +295,9 @@ class Comparison:
         }
         if self.job.trial:
             return result
-        confidence = collect_confidence(model, scored_rows(pack_held_out(self.text), config.seq_len, self.device))
+        confidence = collect_confidence(
+            model, scored_rows(pack_held_out(self.text), config.seq_len, self.device, CONFIDENCE_ROWS)
+        )
         sampling = Sampling(SAMPLE_TEMPERATURE, seed=config.seed)
         (sample,) = complete_texts(
             model, self.text.tokenizer, [SAMPLE_PROMPT], SAMPLE_TOKENS, sampling, past_the_end=True

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nagnet.data.corpus import hash_documents
+from nagnet.data.corpus import Document, hash_documents
 from nagnet.data.loader import encode_documents
 from nagnet.diagnostics.probe_report import ProbePage
 from nagnet.diagnostics.probed import ProbedModel, cut_text
 from nagnet.diagnostics.report import ReportTable
+from nagnet.diagnostics.token_page import render_token_views
+from nagnet.diagnostics.token_view import TokenView, token_view_of_text
 from nagnet.errors import UserError
 from nagnet.files import MODEL_FOLDER
 from nagnet.training.environment import describe_environment
 from nagnet.training.evaluated import EvaluatedModel, open_model
 from nagnet.training.metrics import read_metrics
 
+SAMPLE_TOKENS = 400  # of a held-out document, shown where the user names no text
 HISTORY_ROWS = 2000  # of a run's metrics, evenly thinned
 
 
@@ -70,8 +74,16 @@ def open_probe(
         ("Device", f"{device}, {environment['machine']['processor']}, {environment['dtype']}"),
         ("Git commit", environment["git_commit"] or "not in a repository"),
     ]
+    views = {name: _token_view(model, documents, text) for name, model in opened.items()}
     title = f"Inside {' and '.join(opened)}" if len(opened) < 4 else f"Inside {len(opened)} models"
-    return models, ProbePage(title, _models_table(opened), facts, environment["versions"])
+    table = _models_table(opened)
+    return models, ProbePage(title, table, facts, environment["versions"], render_token_views(views))
+
+
+def _token_view(opened: EvaluatedModel, documents: Sequence[Document], text: str | None) -> TokenView:
+    """The user's text token by token, or the beginning of the first held-out document."""
+    view = functools.partial(token_view_of_text, opened.model, opened.tokenizer, seq_len=opened.seq_len)
+    return view(documents[0].text, max_tokens=SAMPLE_TOKENS) if text is None else view(text)
 
 
 def _read(file: Path) -> str:
