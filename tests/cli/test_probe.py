@@ -2,12 +2,14 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import torch
 
+from nagnet import load_model, save_model
 from nagnet.cli.application import run
-from nagnet.diagnostics import probe_report
+from nagnet.diagnostics import gallery
 from nagnet.training.probing import open_probe
 
 SMALL = [
@@ -82,7 +84,7 @@ def test_models_are_named_by_what_tells_them_apart(trained):
 
 
 def test_json_alone_on_standard_output(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(probe_report, "measure", lambda models, progress: iter(()))
+    monkeypatch.setattr(gallery, "EXHIBITS", ())
     assert run(["probe", str(trained / "full"), "--json", "--out", str(tmp_path / "probe")]) == 0
     assert json.loads(capsys.readouterr().out) == {}
 
@@ -105,3 +107,22 @@ def test_bad_input_is_one_line_and_leaves_nothing(trained, tmp_path, capsys, wor
     assert run(["probe", *words, "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_diverged_model_is_named_before_anything_is_written(trained, tmp_path, capsys):
+    model = load_model(trained / "full" / "model")
+    torch.nn.init.constant_(model.readout.weight, float("nan"))
+    shutil.copytree(trained / "full", tmp_path / "broken")
+    save_model(model, tmp_path / "broken" / "model")
+    out = tmp_path / "probe"
+    assert run(["probe", str(tmp_path / "broken"), "--out", str(out)]) == 2
+    assert "not finite" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_one_short_document_is_enough(trained, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("ab")
+    words = ["probe", str(trained / "full"), "--data", str(tmp_path / "text.txt"), "--whole"]
+    assert run([*words, "--json", "--out", str(tmp_path / "probe")]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert len(numbers["norm_by_depth"]["norm_agnostic"]["mean"]) == 5

@@ -53,6 +53,7 @@ class Options:
 
 def main(options: Options) -> None:
     """Measures, draws, writes."""
+    from nagnet.diagnostics.gallery import measure
     from nagnet.diagnostics.probe_report import REPORT_FILE, write_probe
     from nagnet.training.probing import open_probe
     from nagnet.training.progress import Progress
@@ -70,7 +71,9 @@ def main(options: Options) -> None:
         seq_len=options.seq_len,
         skip_threshold=options.skip_threshold,
     )
+    with Progress("measuring", 1.0, quiet=options.json) as progress:
+        measured = list(measure(models, lambda done, of: progress.update(done / of)))
     claim_output_folder(out, options.force)
-    with Progress("probe", 1.0, quiet=options.json) as progress:
-        numbers = write_probe(out, models, page, lambda done, of: progress.update(done / of))
+    with Progress("drawing", 1.0, quiet=options.json) as progress:
+        numbers = write_probe(out, measured, page, lambda done, of: progress.update(done / of))
     print(json.dumps(numbers) if options.json else f"report: {out / REPORT_FILE}")

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from nagnet.diagnostics.prediction import predict
+from nagnet.diagnostics.prediction import read_confidence
+from nagnet.diagnostics.probe import measuring
 from nagnet.errors import UserError
 from nagnet.evaluation.statistics import area_under_roc, spearman
 from nagnet.ops.loss import IGNORED_TARGET
@@ -166,7 +167,7 @@ def confidence_deciles(signal: ArrayLike, entropy: ArrayLike, loss: ArrayLike, c
 
 
 def collect_predictions(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> Predictions:
-    """Predicts every token of all batches. Keeps six numbers per token, never the logits of more than one batch.
+    """Predicts every token of all batches. Keeps six numbers per token; logits of a few hundred tokens exist at a time.
 
     Args:
         model: a `nagnet.Decoder`.
@@ -178,14 +179,13 @@ def collect_predictions(model: Any, batches: Iterable[tuple[Tensor, Tensor]]) ->
     parts: list[Tensor] = []
     n_rows = 0
     for tokens, targets in batches:
-        predicted, logits = predict(model, tokens)
-        targets = targets.to(logits.device)
+        with measuring(model):
+            direction, log_norm = model.trunk(tokens).split()
+            targets = targets.to(direction.device)
+            predicted = read_confidence(model.readout, direction, log_norm)
+            loss, correct = model.readout.score(direction, log_norm, targets)
         kept = targets != IGNORED_TARGET
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="none"
-        ).view_as(targets)
-        correct = logits.argmax(dim=-1) == targets
-        row = torch.arange(n_rows, n_rows + len(targets), device=logits.device).unsqueeze(1).expand_as(targets)
+        row = torch.arange(n_rows, n_rows + len(targets), device=targets.device).unsqueeze(1).expand_as(targets)
         n_rows += len(targets)
         columns = (predicted.scale, predicted.entropy, predicted.max_probability, loss, correct, row)
         parts.append(torch.stack([column[kept].double().cpu() for column in columns]))

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from nagnet.diagnostics.geometry import check_tokens
 from nagnet.diagnostics.probe import measuring
+from nagnet.nn.readout import Readout
 from nagnet.ops import reference
+
+LOGITS_AT_ONCE = 2**23  # 32 MB, of which three copies exist
 
 
 @dataclass(frozen=True)
@@ -42,15 +45,20 @@ def confidence(model: Any, tokens: Tensor) -> Confidence:
         UserError: if ``tokens`` is not a non-empty [B, T].
     """
     check_tokens(tokens)
-    return predict(model, tokens)[0]
-
-
-def predict(model: Any, tokens: Tensor) -> tuple[Confidence, Tensor]:
-    """Confidence [B, T] and logits [B, T, V]."""
     with measuring(model):
-        direction, log_norm = model.trunk(tokens).split()
-        logits = model.readout(direction, log_norm)
-        log_p = torch.log_softmax(logits, dim=-1)
-        scale = log_norm.to(reference.compute_dtype(log_norm)).exp()
-        entropy = torch.special.entr(log_p.exp()).sum(dim=-1)
-        return Confidence(scale, entropy, log_p.amax(dim=-1).exp()), logits
+        return read_confidence(model.readout, *model.trunk(tokens).split())
+
+
+def read_confidence(readout: Readout, direction: Tensor, log_norm: Tensor) -> Confidence:
+    """Confidence of predictions made from a direction [B, T, d] and a log norm [B, T].
+
+    Logits of a few hundred tokens exist at a time. Call it within `measuring`.
+    """
+    rows, lane = direction.flatten(0, 1), log_norm.flatten()
+    size = max(1, LOGITS_AT_ONCE // len(readout.weight))
+    parts = []
+    for part, s in zip(rows.split(size), lane.split(size), strict=True):
+        log_p = torch.log_softmax(readout(part, s), dim=-1)
+        parts.append((torch.special.entr(log_p.exp()).sum(dim=-1), log_p.amax(dim=-1).exp()))
+    entropy, max_probability = (torch.cat(values).view(log_norm.shape) for values in zip(*parts, strict=True))
+    return Confidence(log_norm.to(reference.compute_dtype(log_norm)).exp(), entropy, max_probability)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nagnet.diagnostics import page as pages
-from nagnet.diagnostics.gallery import long_rows, measure, plain
-from nagnet.diagnostics.probed import ProbedModel
+from nagnet.diagnostics.gallery import Exhibit, long_rows, plain
 from nagnet.diagnostics.report import ReportTable, data_url
 from nagnet.diagnostics.style import save_figure
 from nagnet.files import write_atomically
@@ -40,19 +39,23 @@ class ProbePage:
 
 
 def write_probe(
-    out: Path, models: Mapping[str, ProbedModel], page: ProbePage, progress: Callable[[int, int], None] | None = None
+    out: Path,
+    measured: Sequence[tuple[Exhibit, Mapping[str, Any]]],
+    page: ProbePage,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Measures all exhibits of all models and writes them.
+    """Draws and writes what `measure` found.
 
     Args:
         out: an existing folder, for ``figures/*.png`` and ``.svg``, ``numbers/*.json`` and ``.csv``, ``report.html``.
-        models: by arm. page: the rest of the report. progress: called with (measurements done, measurements in all).
+        measured: exhibits with their numbers by arm. page: the rest of the report.
+        progress: called with (exhibits drawn, exhibits in all).
 
     Returns:
         The numbers by exhibit and arm, as plain values.
     """
     shown, tables, numbers = [], [], {}
-    for exhibit, found in measure(models, progress):
+    for place, (exhibit, found) in enumerate(measured, start=1):
         numbers[exhibit.name] = plain(found)
         _write_numbers(out / NUMBERS_FOLDER, exhibit.name, numbers[exhibit.name], found)
         for drawing in exhibit.drawings:
@@ -60,6 +63,8 @@ def write_probe(
             shown.append((drawing.title, drawing.caption, data_url(paths[".svg"].read_bytes())))
         if exhibit.table is not None:
             tables.append(exhibit.table(found))
+        if progress is not None:
+            progress(place, len(measured))
     text = pages.render(
         "probe.html",
         title=page.title,
