@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
@@ -124,7 +125,7 @@ def test_what_is_missing_is_trained_again_from_its_start(job, tiny_text, monkeyp
     before = (job.folder / "norm_agnostic" / "result.json").read_bytes()
     complete = read_result(job.folder, "pre_norm")
     result = job.folder / "pre_norm" / "result.json"
-    result.write_text(json.dumps(complete | {"finished": False}))
+    result.write_text(json.dumps(complete | {"finished": False, "trained": False}))
     trained = set()
     spy_on_steps(monkeypatch, lambda trainer: trained.add(trainer.name))
     run(job, tiny_text)
@@ -133,6 +134,27 @@ def test_what_is_missing_is_trained_again_from_its_start(job, tiny_text, monkeyp
     assert read_result(job.folder, "pre_norm")["documents"] == complete["documents"]
     rows = read_metrics(job.folder / "metrics.jsonl")
     assert [row["step"] for row in rows if row["arm"] == "pre_norm"] == list(range(1, complete["steps"] + 1))
+
+
+def test_what_is_trained_but_not_scored_is_scored_alone(job, tiny_text, monkeypatch):
+    run(job, tiny_text)
+    complete = read_result(job.folder, "pre_norm")
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    for arm in ARMS:
+        shutil.rmtree(job.folder / arm)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "score_documents", interrupt)
+        run(job, tiny_text)
+    assert job.missing() == list(ARMS)
+    spy_on_steps(monkeypatch, lambda trainer: pytest.fail("trained again"))
+    run(job, tiny_text)
+    assert job.missing() == []
+    again = read_result(job.folder, "pre_norm")
+    for name in ("documents", "bits_per_byte", "confidence", "sample", "tokens", "steps"):
+        assert again[name] == complete[name]
 
 
 def test_interrupt_leaves_loadable_models_at_equal_shares(job, tiny_text, monkeypatch):

@@ -84,7 +84,7 @@ class Options(CommonOptions):
     threads: int | None = None
     """Threads of each job; default: torch's number divided by --jobs."""
     resume: bool = False
-    """Go on in --out: do what is missing. A run that was not finished starts again."""
+    """Go on in --out: do what is missing. Training that was not finished starts again."""
     record: Path | None = None
     """Also write a record, a folder such as records/0003-readout."""
     question: str | None = None

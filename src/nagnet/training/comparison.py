@@ -20,7 +20,8 @@ from nagnet.evaluation.bits_per_byte import DocumentScores, documents_within
 from nagnet.files import RESULT_FILE, TOKENIZER_FILE, write_atomically
 from nagnet.generation.sampler import Sampling
 from nagnet.generation.text import complete_texts
-from nagnet.models.checkpoint import save_model
+from nagnet.models.checkpoint import load_model, save_model
+from nagnet.models.decoder import Decoder
 from nagnet.models.flops import parameter_counts
 from nagnet.training.config import RunConfig
 from nagnet.training.distributed import World
@@ -79,9 +80,19 @@ class Job:
         return [name for name in self.arms if not self._is_finished(name)]
 
     def _is_finished(self, name: str) -> bool:
+        result = self._own_result(name)
+        return result is not None and result["finished"]
+
+    def _own_result(self, name: str) -> dict[str, Any] | None:
+        """What an arm of this very config left, or None."""
         result = read_result(self.folder, name)
         plain = json.loads(json.dumps(self.arms[name].to_dict()))
-        return result is not None and result["finished"] and result["config"] == plain
+        return result if result is not None and result["config"] == plain else None
+
+    def trained(self) -> dict[str, dict[str, Any]]:
+        """Results of arms whose training is done and whose model is kept, but which were stopped before a score."""
+        found = {} if self.trial else {name: self._own_result(name) for name in self.missing()}
+        return {name: result for name, result in found.items() if result is not None and result.get("trained")}
 
 
 def read_result(folder: Path, arm: str) -> dict[str, Any] | None:
@@ -101,6 +112,8 @@ def run_job(job: Job, text: RunText, echo: Echo = print, describe: bool = True) 
     Raises:
         KeyboardInterrupt: after Ctrl-C or SIGTERM; arms that were not finished leave partial results and their models.
     """
+    for name, result in job.trained().items():
+        _measure(job, text, result, load_model(job.folder / name).to(job.device))
     missing = job.missing()
     for names in [[name] for name in missing] if job.sequential else [missing] if missing else []:
         comparison = Comparison(job, names, text, echo)
@@ -169,6 +182,7 @@ class ArmInTraining:
             "arm": self.name,
             "seed": self.config.seed,
             "config": self.config.to_dict(),
+            "trained": self.finished and self.diverged is None,
             "finished": False,
             "diverged": self.diverged,
             "optimizers": describe_groups(trainer.optimizers),
@@ -244,7 +258,7 @@ class Comparison:
             for name, arm in self.arms.items():
                 if not self.job.trial:
                     save_model(arm.trainer.model, self.job.folder / name)
-                self._write_result(arm.result())
+                _write_result(self.job, arm.result())
             self.text.tokenizer.save(self.job.folder / TOKENIZER_FILE)
 
     def _open_metrics(self) -> Any:
@@ -265,48 +279,52 @@ class Comparison:
         progress.update(done, f"loss {losses}, {rate:,.0f} tokens/s")
 
     def measure(self) -> None:
-        """Scores held-out documents with every arm, in float32 without compilation, and writes the finished results."""
-        environment = describe_environment(self.device, self.dtype)
+        """Scores held-out documents with every arm and writes the finished results."""
         for arm in self.arms.values():
-            result = arm.result() | {"finished": True, "bits_per_byte": None} | environment
-            if arm.diverged is None:
-                result |= self._measure(arm)
-            self._write_result(result)
+            _measure(self.job, self.text, arm.result(), arm.trainer.model)
 
-    def _measure(self, arm: ArmInTraining) -> dict[str, Any]:
-        model, config = arm.trainer.model, arm.config
-        with Progress(f"{self.job.label}: evaluating {arm.name}", 1.0) as progress:
-            scores = score_documents(
-                model,
-                losses_of(model),
-                self.text.held_out,
-                self.text.tokenizer,
-                config.seq_len,
-                self.device,
-                World(),
-                progress=lambda done, of: progress.update(done / of),
-            )
-        if not math.isfinite(scores.bits_per_byte):
-            return {"diverged": f"{arm.name}: the loss on held-out text is {scores.bits_per_byte}"}
-        result = {
-            "bits_per_byte": scores.bits_per_byte,
-            "evaluated": {"documents": len(scores.names), "bytes": int(scores.n_bytes.sum())},
-            "documents": _plain_scores(scores),
-        }
-        if self.job.trial:
-            return result
-        confidence = collect_confidence(
-            model, scored_rows(pack_held_out(self.text), config.seq_len, self.device, CONFIDENCE_ROWS)
-        )
-        sampling = Sampling(SAMPLE_TEMPERATURE, seed=config.seed)
-        (sample,) = complete_texts(
-            model, self.text.tokenizer, [SAMPLE_PROMPT], SAMPLE_TOKENS, sampling, past_the_end=True
-        )
-        return result | {"confidence": confidence.to_dict(), "sample": sample.prompt + sample.text}
 
-    def _write_result(self, result: dict[str, Any]) -> None:
-        path = self.job.folder / result["arm"] / RESULT_FILE
-        write_atomically(path, (json.dumps(result) + "\n").encode())
+def _measure(job: Job, text: RunText, result: dict[str, Any], model: Decoder) -> None:
+    """Scores an arm, in float32 without compilation, and writes its finished result."""
+    device = torch.device(job.device)
+    result = (
+        result | {"finished": True, "bits_per_byte": None} | describe_environment(device, getattr(torch, job.dtype))
+    )
+    if result["diverged"] is None:
+        result |= _scores(job, text, result["arm"], model)
+    _write_result(job, result)
+
+
+def _scores(job: Job, text: RunText, name: str, model: Decoder) -> dict[str, Any]:
+    config, device = job.arms[name], torch.device(job.device)
+    with Progress(f"{job.label}: evaluating {name}", 1.0) as progress:
+        scores = score_documents(
+            model,
+            losses_of(model),
+            text.held_out,
+            text.tokenizer,
+            config.seq_len,
+            device,
+            World(),
+            progress=lambda done, of: progress.update(done / of),
+        )
+    if not math.isfinite(scores.bits_per_byte):
+        return {"diverged": f"{name}: the loss on held-out text is {scores.bits_per_byte}"}
+    result = {
+        "bits_per_byte": scores.bits_per_byte,
+        "evaluated": {"documents": len(scores.names), "bytes": int(scores.n_bytes.sum())},
+        "documents": _plain_scores(scores),
+    }
+    if job.trial:
+        return result
+    confidence = collect_confidence(model, scored_rows(pack_held_out(text), config.seq_len, device, CONFIDENCE_ROWS))
+    sampling = Sampling(SAMPLE_TEMPERATURE, seed=config.seed)
+    (sample,) = complete_texts(model, text.tokenizer, [SAMPLE_PROMPT], SAMPLE_TOKENS, sampling, past_the_end=True)
+    return result | {"confidence": confidence.to_dict(), "sample": sample.prompt + sample.text}
+
+
+def _write_result(job: Job, result: dict[str, Any]) -> None:
+    write_atomically(job.folder / result["arm"] / RESULT_FILE, (json.dumps(result) + "\n").encode())
 
 
 def pack_held_out(text: RunText) -> PackedTokens:
