@@ -14,21 +14,24 @@ def sum_rows(
     mean_b, k, rows, live,
     D: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the columns of u R, u f, u, R and R^2 [ROWS]."""
+    """Sums over the columns of u R, u f, u, R, R^2 and R f [ROWS]."""
     u_r = tl.zeros([ROWS], tl.float32)
     u_f = tl.zeros([ROWS], tl.float32)
     sum_u = tl.zeros([ROWS], tl.float32)
     sum_r = tl.zeros([ROWS], tl.float32)
     r_r = tl.zeros([ROWS], tl.float32)
+    r_f = tl.zeros([ROWS], tl.float32)
     for start in range(0, D, WIDE):
         at, inside = tile(rows, live, start + tl.arange(0, WIDE), D)
         r, b, u = load(direction_ptr, at, inside), load(branch_ptr, at, inside), load(grad_direction_ptr, at, inside)
+        f = tl.where(inside, b - mean_b[:, None] - k[:, None] * r, 0.0)
         u_r += tl.sum(u * r, axis=1)
-        u_f += tl.sum(u * (b - mean_b[:, None] - k[:, None] * r), axis=1)
+        u_f += tl.sum(u * f, axis=1)
         sum_u += tl.sum(u, axis=1)
         sum_r += tl.sum(r, axis=1)
         r_r += tl.sum(r * r, axis=1)
-    return u_r, u_f, sum_u, sum_r, r_r
+        r_f += tl.sum(r * f, axis=1)
+    return u_r, u_f, sum_u, sum_r, r_r, r_f
 
 
 @triton.jit
@@ -83,21 +86,22 @@ def differentiate_gain(
 
 @triton.jit
 def differentiate_row(u_r, u_f, length, k, p, h, a, growth, gain, grad_log_norm, branch_eps, D):
-    """Gradient of the gain, and v, e and phi [ROWS], of which the factors of dR and db are made:
+    """Gradient of the gain, and v, c and e [ROWS], the factors in the gradient of f: F = a h u' - a v R + e f.
 
-    dR = h (1 - k a) u' + (k a v + phi k - v) R - (v a + k e + phi) f, and db = a h u' - (a v + phi) R + e f, centred.
+    db = F less its mean and its part along R, and dR = h u' - v R - c f - k (a h u' - c R + e f). The text has these
+    with phi = c - a v; here differences of nearly equal numbers are taken out by h^2 (L + 2 a k t + a^2 p + t) = 1.
     """
     damped = p + branch_eps
     flat = length + p == 0.0  # rows whose normalisation is 1, not 1 / sqrt(eps)
     v = tl.where(growth == 0.0, 0.0, h * h * h * (u_r + a * u_f))  # the measured renormalisation, w in the text
-    grad_a = D * (h * u_f - v * a * p)
+    turned = h * h * h * ((length + 2.0 * a * k * SPLIT_FLOOR + SPLIT_FLOOR) * u_f - a * p * u_r)
+    grad_a = D * tl.where(growth == 0.0, u_f, turned)
     grad_growth = 0.5 * grad_log_norm / (1.0 + growth)
     to_gain = grad_a * tl.where(flat, 1.0, tl.rsqrt(damped)) + grad_growth * 2.0 * gain * (p / damped)
-    grad_p = tl.where(flat, 0.0, -0.5 * grad_a * a / damped)
-    grad_p += grad_growth * gain * gain * (branch_eps / damped) / damped
-    e = 2.0 * grad_p / D - a * a * v
-    phi = a * (h * u_r - v * length) / (length + SPLIT_FLOOR)
-    return to_gain, v, e, phi
+    c = a * (h * u_r + v * SPLIT_FLOOR) / (length + SPLIT_FLOOR)
+    e = tl.where(flat, 0.0, -(a * h * u_f + a * a * v * branch_eps) / damped)
+    e += 2.0 / D * grad_growth * gain * gain * (branch_eps / damped) / damped
+    return to_gain, v, c, e
 
 
 @triton.jit
@@ -117,7 +121,7 @@ def advance_backward(
     directions = tl.arange(0, BLOCK_C)
     mean_b, k = load(kept_ptr, 4 * rows, live), load(kept_ptr, 4 * rows + 1, live)
     p, h = load(kept_ptr, 4 * rows + 2, live), load(kept_ptr, 4 * rows + 3, live)
-    u_r, u_f, sum_u, sum_r, r_r = sum_rows(
+    u_r, u_f, sum_u, sum_r, r_r, r_f = sum_rows(
         grad_direction_ptr, direction_ptr, branch_ptr, mean_b, k, rows, live, D, ROWS, WIDE
     )
     gain, length = load(gain_ptr, rows, live), r_r / D
@@ -135,12 +139,15 @@ def advance_backward(
         u_r += tl.sum(grad_logits * w_r, axis=1)
         u_f += tl.sum(grad_logits * w_f, axis=1)
         sum_u += tl.sum(grad_logits * sum_w[None, :], axis=1)
+    # The last bit of k leaves a part along R in f, large beside the f of a branch that is nearly parallel to R.
+    u_f -= r_f / D / (length + SPLIT_FLOOR) * u_r
     grad_log_norm = load(grad_log_norm_ptr, rows, live)
-    to_gain, v, e, phi = differentiate_row(
+    to_gain, v, c, e = differentiate_row(
         u_r / D, u_f / D, length, k, p, h, a, growth, gain, grad_log_norm, branch_eps, D
     )
     tl.store(to_gain_ptr + rows, to_gain, mask=live)
     mean_u, mean_r = (sum_u / D)[:, None], (sum_r / D)[:, None]
+    offset = (a * h)[:, None] * mean_u - (c + e * k)[:, None] * mean_r  # by which db is centred
     for start in range(0, D, CHUNK):
         columns = start + tl.arange(0, CHUNK)
         at, inside = tile(rows, live, columns, D)
@@ -149,10 +156,9 @@ def advance_backward(
             u = tl.dot(grad_logits, load_weight(weight_ptr, directions, columns, D, C), u, input_precision=PRECISION)
         f = b - mean_b[:, None] - k[:, None] * r
         # The mean of f is -k mean(R).
-        to_branch = (a * h)[:, None] * (u - mean_u) - (a * v + phi)[:, None] * (r - mean_r)
+        to_branch = a[:, None] * h[:, None] * (u - mean_u) - c[:, None] * (r - mean_r)
         to_branch += e[:, None] * (f + k[:, None] * mean_r)
-        to_direction = (k * a * v + phi * k - v)[:, None] * r - (v * a + k * e + phi)[:, None] * f
-        to_direction += (h * (1.0 - k * a))[:, None] * u
+        to_direction = h[:, None] * u - v[:, None] * r - c[:, None] * f - k[:, None] * (to_branch + offset)
         tl.store(to_branch_ptr + at, to_branch.to(to_branch_ptr.dtype.element_ty), mask=inside)
         tl.store(to_direction_ptr + at, to_direction.to(to_direction_ptr.dtype.element_ty), mask=inside)
 
