@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from nagnet import ops
+from nagnet.benchmarks import gpu_kernels
 from nagnet.errors import UserError
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.nn.residual import NormAgnosticResidual, PreNormResidual
 from nagnet.nn.skip import SkipPolicy
-from nagnet.ops import reference
+from nagnet.ops import fused, reference
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -405,3 +406,19 @@ def test_auto_leaves_a_cpu_alone():
         assert torch.equal(a, b)
     with pytest.raises(UserError, match="auto, reference, fused, triton"):
         ops.set_backend("cuda")
+
+
+def test_the_benchmark_of_a_gpu_runs_with_the_kernels(monkeypatch):
+    """Its CPU tests have the reference in their place."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(fused, "_call", lambda body, *arguments: body(*arguments))
+    monkeypatch.setattr(gpu_kernels, "INNER", 1)
+    cpu = torch.device("cpu")
+    rows = gpu_kernels.bench_errors(kernels, [(24, "float32")], 20, 3, cpu)
+    assert [row["operation"] for row in rows] == ["advance", "write", "add_norm"]
+    assert all(row["within"] and row["same_bits_twice"] for row in rows)
+    assert gpu_kernels.bench_offsets(kernels, 80, 24, cpu)["equal"]
+    names = [row["name"] for row in gpu_kernels.bench_update(kernels, 8, 24, 3, cpu, 2, compiled=False)]
+    assert "advance, triton" in names and "add_norm, triton" in names
+    tiles = gpu_kernels.bench_tiles(kernels, (16, 32), 8, 24, 3, cpu, 2)
+    assert [row["rows_of_a_tile"] for row in tiles] == [16, 32]

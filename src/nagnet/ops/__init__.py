@@ -66,6 +66,15 @@ def get_backend() -> str:
     return _backend
 
 
+def triton_kernels() -> ModuleType:
+    """The module of the Triton kernels.
+
+    Raises:
+        UserError: where Triton is not installed.
+    """
+    return _modules[_checked("triton", "backend")]
+
+
 @functools.cache
 def compiler_works() -> bool:
     """Whether torch.compile produces code here, tried once on a small function; says so where it does not."""

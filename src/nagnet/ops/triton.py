@@ -24,7 +24,7 @@ from nagnet.ops.triton_rotate_backward import advance_backward, weight_gradient
 
 MIN_DOT = 16  # smallest side of a matrix product on tensor cores
 ROWS = 32  # of a tile: W is read once a tile, so fewer would make it the larger part of the reads
-WIDE, CHUNK = 128, 32  # columns at a time, without and with products: more would not fit in the registers
+WIDE, CHUNK = 128, 32  # columns at a time, without and with products: more does not fit in the registers
 MAX_PARTS = 64  # of the rows, in the gradient of W
 ROWS_OF_A_PART = 256  # at least
 
@@ -34,11 +34,12 @@ def _empty(shape: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, device=like.device, dtype=dtype)
 
 
-def _tiles(d: int, n_directions: int) -> dict[str, int]:
-    """Sizes that the kernels of the norm-agnostic update are compiled for."""
+def _tiles(d: int, n_directions: int, dtype: torch.dtype) -> dict[str, int]:
+    """Sizes that the kernels of the norm-agnostic update are compiled for, by the type of the stream."""
     columns = max(MIN_DOT, triton.next_power_of_2(d))
     block_c = max(MIN_DOT, triton.next_power_of_2(n_directions))
-    sizes = {"ROWS": ROWS, "WIDE": min(WIDE, columns), "CHUNK": min(CHUNK, columns), "BLOCK_C": block_c}
+    wide = min(WIDE if dtype.itemsize == 2 else WIDE // 2, columns)
+    sizes = {"ROWS": ROWS, "WIDE": wide, "CHUNK": min(CHUNK, columns), "BLOCK_C": block_c}
     return {"D": d, "C": n_directions} | sizes | {"num_warps": 4, "num_stages": 1}
 
 
@@ -54,7 +55,7 @@ def _advance_forward(
     """R' [..., d], s' [...], what backward needs [n, 4], and the next gain [...] (empty without parameters)."""
     d, with_gain = direction.shape[-1], bool(parameters)
     n = direction.numel() // d
-    tiles = _tiles(d, parameters[1].shape[0] if with_gain else 1)
+    tiles = _tiles(d, parameters[1].shape[0] if with_gain else 1, direction.dtype)
     new_direction = _empty(direction.shape, direction, direction.dtype)
     new_log_norm = _empty(direction.shape[:-1], direction, torch.float32)
     kept = _empty((n, 4), direction, torch.float32)
@@ -96,7 +97,7 @@ def _advance_backward(
     """
     d, with_gain = direction.shape[-1], bool(parameters)
     n = direction.numel() // d
-    tiles = _tiles(d, parameters[1].shape[0] if with_gain else 1)
+    tiles = _tiles(d, parameters[1].shape[0] if with_gain else 1, direction.dtype)
     programs = triton.cdiv(n, tiles["ROWS"])
     to_direction = _empty(direction.shape, direction, direction.dtype)
     to_branch = _empty(branch.shape, branch, branch.dtype)
