@@ -86,22 +86,22 @@ def differentiate_gain(
 
 @triton.jit
 def differentiate_row(u_r, u_f, length, k, p, h, a, growth, gain, grad_log_norm, branch_eps, D):
-    """Gradient of the gain, and v, c and e [ROWS], the factors in the gradient of f: F = a h u' - a v R + e f.
+    """Gradient of the gain, and w, c and e [ROWS], of which the gradients of the vectors are made.
 
-    db = F less its mean and its part along R, and dR = h u' - v R - c f - k (a h u' - c R + e f). The text has these
-    with phi = c - a v; here differences of nearly equal numbers are taken out by h^2 (L + 2 a k t + a^2 p + t) = 1.
+    With F = a h u' - c R + e f, db = F - mean(F) and dR = h u' - w R - c f - k F. Differences of nearly equal numbers
+    are taken out by h^2 (L + 2 a k t + a^2 p + t) = 1.
     """
     damped = p + branch_eps
     flat = length + p == 0.0  # rows whose normalisation is 1, not 1 / sqrt(eps)
-    v = tl.where(growth == 0.0, 0.0, h * h * h * (u_r + a * u_f))  # the measured renormalisation, w in the text
+    w = tl.where(growth == 0.0, 0.0, h * h * h * (u_r + a * u_f))  # the measured renormalisation
     turned = h * h * h * ((length + 2.0 * a * k * SPLIT_FLOOR + SPLIT_FLOOR) * u_f - a * p * u_r)
     grad_a = D * tl.where(growth == 0.0, u_f, turned)
     grad_growth = 0.5 * grad_log_norm / (1.0 + growth)
     to_gain = grad_a * tl.where(flat, 1.0, tl.rsqrt(damped)) + grad_growth * 2.0 * gain * (p / damped)
-    c = a * (h * u_r + v * SPLIT_FLOOR) / (length + SPLIT_FLOOR)
-    e = tl.where(flat, 0.0, -(a * h * u_f + a * a * v * branch_eps) / damped)
+    c = a * (h * u_r + w * SPLIT_FLOOR) / (length + SPLIT_FLOOR)
+    e = tl.where(flat, 0.0, -(a * h * u_f + a * a * w * branch_eps) / damped)
     e += 2.0 / D * grad_growth * gain * gain * (branch_eps / damped) / damped
-    return to_gain, v, c, e
+    return to_gain, w, c, e
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def advance_backward(
     # The last bit of k leaves a part along R in f, large beside the f of a branch that is nearly parallel to R.
     u_f -= r_f / D / (length + SPLIT_FLOOR) * u_r
     grad_log_norm = load(grad_log_norm_ptr, rows, live)
-    to_gain, v, c, e = differentiate_row(
+    to_gain, w, c, e = differentiate_row(
         u_r / D, u_f / D, length, k, p, h, a, growth, gain, grad_log_norm, branch_eps, D
     )
     tl.store(to_gain_ptr + rows, to_gain, mask=live)
@@ -158,7 +158,7 @@ def advance_backward(
         # The mean of f is -k mean(R).
         to_branch = a[:, None] * h[:, None] * (u - mean_u) - c[:, None] * (r - mean_r)
         to_branch += e[:, None] * (f + k[:, None] * mean_r)
-        to_direction = h[:, None] * u - v[:, None] * r - c[:, None] * f - k[:, None] * (to_branch + offset)
+        to_direction = h[:, None] * u - w[:, None] * r - c[:, None] * f - k[:, None] * (to_branch + offset)
         tl.store(to_branch_ptr + at, to_branch.to(to_branch_ptr.dtype.element_ty), mask=inside)
         tl.store(to_direction_ptr + at, to_direction.to(to_direction_ptr.dtype.element_ty), mask=inside)
 
