@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -151,7 +151,7 @@ def _step_without_kernels(shapes: Shapes, device: torch.device, repeats: int) ->
     try:
         return _step(shapes, device, repeats)
     finally:
-        ops.set_backend(before)
+        ops.set_backend(cast(ops.Backend, before))
 
 
 def targets(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -180,7 +180,7 @@ def bench_update(
 
 
 def bench_tiles(
-    kernels: ModuleType,
+    kernels: Any,
     sizes: tuple[int, ...],
     rows: int,
     d_model: int,

@@ -36,11 +36,11 @@ def _empty(shape: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _tiles(d: int, n_directions: int, dtype: torch.dtype) -> dict[str, int]:
     """Sizes that the kernels of the norm-agnostic update are compiled for, by the type of the stream."""
-    columns = max(MIN_DOT, triton.next_power_of_2(d))
-    block_c = max(MIN_DOT, triton.next_power_of_2(n_directions))
+    columns = max(MIN_DOT, int(triton.next_power_of_2(d)))
+    block_c = max(MIN_DOT, int(triton.next_power_of_2(n_directions)))
     wide = min(WIDE if dtype.itemsize == 2 else WIDE // 2, columns)
     sizes = {"ROWS": ROWS, "WIDE": wide, "CHUNK": min(CHUNK, columns), "BLOCK_C": block_c}
-    return {"D": d, "C": n_directions} | sizes | {"num_warps": 4, "num_stages": 1}
+    return {"D": int(d), "C": int(n_directions)} | sizes | {"num_warps": 4, "num_stages": 1}
 
 
 def _advance_forward(
@@ -240,8 +240,9 @@ def _setup_write(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _backward_of_write(ctx: Any, grad_direction: Tensor, grad_log_norm: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    direction, branch, gain, kept = ctx.saved_tensors
     to_direction, to_branch, to_gain = _write_backward(
-        grad_direction, grad_log_norm, *ctx.saved_tensors, ctx.branch_eps
+        grad_direction, grad_log_norm, direction, branch, gain, kept, ctx.branch_eps
     )
     return to_direction, grad_log_norm.to(ctx.log_norm_dtype), to_branch, to_gain, None
 
@@ -256,9 +257,9 @@ def _setup_advance(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward_of_advance(
     ctx: Any, grad_direction: Tensor, grad_log_norm: Tensor, _: Any, grad_next_gain: Tensor
 ) -> tuple[Tensor | None, ...]:
-    to_direction, to_branch, to_gain, *to_parameters = _advance_backward_op(
-        grad_direction, grad_log_norm, grad_next_gain, *ctx.saved_tensors, ctx.branch_eps, ctx.floor
-    )
+    grads = (grad_direction, grad_log_norm, grad_next_gain)
+    arguments: list[Any] = [*grads, *ctx.saved_tensors, ctx.branch_eps, ctx.floor]
+    to_direction, to_branch, to_gain, *to_parameters = _advance_backward_op(*arguments)
     return to_direction, grad_log_norm.to(ctx.log_norm_dtype), to_branch, to_gain, *to_parameters, None, None
 
 
@@ -295,8 +296,8 @@ gain = reference.gain  # of the first update of a model, which no write comes be
 
 def _row_tiles(d: int) -> dict[str, int]:
     """Sizes that the kernels of pre-norm are compiled for: about 4,096 numbers of each vector a program."""
-    block_d = triton.next_power_of_2(d)
-    return {"D": d, "ROWS": max(1, 4096 // block_d), "BLOCK_D": block_d, "num_warps": 8 if block_d >= 4096 else 4}
+    block_d = int(triton.next_power_of_2(d))
+    return {"D": int(d), "ROWS": max(1, 4096 // block_d), "BLOCK_D": block_d, "num_warps": 8 if block_d >= 4096 else 4}
 
 
 @triton_op("nagnet::add_norm", mutates_args=())

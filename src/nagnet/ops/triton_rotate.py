@@ -36,6 +36,9 @@ Parameters are reduced in two stages, these partial sums and then a sum over P o
 not depend on which program came first, as it would with atomic additions. Row numbers are int64: n d may exceed 2^31.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# To pyright, what one kernel function calls of another never returns, as outside of a kernel it would not.
+
 from __future__ import annotations
 
 import triton

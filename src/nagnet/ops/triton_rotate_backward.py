@@ -1,5 +1,8 @@
 """Triton kernels of the norm-agnostic update: the backward. `triton_rotate.py` explains names and pointers."""
 
+# pyright: reportGeneralTypeIssues=false
+# To pyright, what one kernel function calls of another never returns, as outside of a kernel it would not.
+
 from __future__ import annotations
 
 import triton
