@@ -20,6 +20,7 @@ from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.models.flops import skip_rates, skippable_parameters, training_flops_per_token
 from nagnet.nn.skip import SkipPolicy
+from nagnet.training.compute import autocast
 
 DECODED = ModelConfig(d_model=768, n_layers=12, n_heads=12, vocab_size=8192, max_seq_len=1024, n_directions=32)
 TRAINED = ModelConfig(d_model=512, n_layers=12, n_heads=8, vocab_size=8192, max_seq_len=512, n_directions=32)
@@ -83,45 +84,59 @@ def _bytes_saved(model: Decoder, cache: KeyValueCache, skipped: list[bool]) -> i
     return matrices * n_bytes + cache.bytes_read() * sum(skipped[::2]) // model.config.n_layers
 
 
-def bench_skipping_training(device: torch.device, repeats: int, compiled: bool = True) -> dict[str, Any]:
+def bench_skipping_training(
+    device: torch.device,
+    repeats: int,
+    compiled: bool = True,
+    config: ModelConfig | None = None,
+    batch_size: int = BATCH_SIZE,
+    seq_len: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
     """Times forward and backward with a quarter of all tokens' sublayers skipped, at random, against the full depth.
+
+    Args:
+        config: of the models, ``TRAINED`` if None; ``seq_len`` likewise. dtype: of the products (autocast).
 
     Returns:
         Per alternative: seconds, ``skip_rate``, ``speedup`` over the full depth and its ``ceiling`` by counted FLOPs.
     """
-    tokens = torch.randint(TRAINED.vocab_size, (BATCH_SIZE, SEQ_LEN + 1), device=device)
+    config, seq_len = config or TRAINED, seq_len or SEQ_LEN
+    tokens = torch.randint(config.vocab_size, (batch_size, seq_len + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     steps, models = {}, {}
     for name, rate in ((FULL, None), ("nothing skipped", 0.0), ("25% skipped", 0.25)):
         policy = SkipPolicy() if rate is None else SkipPolicy(threshold=rate)
-        model = models[name] = Decoder(TRAINED.replace(skip=policy), seed=0).to(device)
+        model = models[name] = Decoder(config.replace(skip=policy), seed=0).to(device)
         if rate:
             _skip_at_random(model)
         if compiled:
             model.compile_blocks()
-        steps[name] = functools.partial(_pass, model, inputs, targets)
+        steps[name] = functools.partial(_pass, model, inputs, targets, dtype)
     timings = interleave(steps, repeats)
-    whole, rows = training_flops_per_token(TRAINED, SEQ_LEN), {}
+    whole, rows = training_flops_per_token(config, seq_len), {}
     for name, model in models.items():
-        rates = [1.0] * (2 * TRAINED.n_layers) if model.skipping is None else model.skipping.run_rates()
+        rates = [1.0] * (2 * config.n_layers) if model.skipping is None else model.skipping.run_rates()
         rows[name] = {
             "seconds": timings[name].to_dict(),
-            "skip_rates": skip_rates(TRAINED, rates, SEQ_LEN)._asdict(),
+            "skip_rates": skip_rates(config, rates, seq_len)._asdict(),
             "speedup": timings[FULL].median / timings[name].median,
-            "ceiling": whole / training_flops_per_token(TRAINED, SEQ_LEN, run_rates=rates),
+            "ceiling": whole / training_flops_per_token(config, seq_len, run_rates=rates),
         }
-    return {"shape": _shape(TRAINED), "batch_size": BATCH_SIZE, "seq_len": SEQ_LEN, "alternatives": rows}
+    return {"shape": _shape(config), "batch_size": batch_size, "seq_len": seq_len, "alternatives": rows}
 
 
 def _skip_at_random(model: Decoder) -> None:
-    generator = torch.Generator().manual_seed(0)
     device = model.embedding.weight.device
+    generator = torch.Generator(device).manual_seed(0)
     assert model.skipping is not None
-    model.skipping.replaced = lambda block, shape: torch.rand(2, *shape, generator=generator).to(device)
+    model.skipping.replaced = lambda block, shape: torch.rand(2, *shape, generator=generator, device=device)
 
 
-def _pass(model: Decoder, inputs: Tensor, targets: Tensor) -> None:
-    model.loss(inputs, targets).backward()
+def _pass(model: Decoder, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> None:
+    with autocast(inputs.device, dtype):
+        loss = model.loss(inputs, targets)
+    loss.backward()
     clear_gradients(*model.parameters())
 
 

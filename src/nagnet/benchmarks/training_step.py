@@ -13,11 +13,13 @@ from torch._inductor import config as inductor_config
 from nagnet.benchmarks.timing import clear_gradients, interleave, kept_bytes
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.models.presets import PRESETS
 from nagnet.training.compute import autocast, peak_memory_bytes, release_freed_memory, reset_peak_memory
 
-# shape name -> model and batch of issue-sized comparisons on a CPU
+# shape name -> model and batch: two for a CPU, and one for a GPU
 SHAPES: dict[str, tuple[ModelConfig, int, int]] = {
     "12x512": (ModelConfig(d_model=512, n_layers=12, n_heads=8, vocab_size=8192, n_directions=32), 4, 512),
+    "64x640": (PRESETS["walkthrough-64x640"], 16, 2048),
     "24x128": (ModelConfig(d_model=128, n_layers=24, n_heads=2, vocab_size=2048, n_directions=32), 16, 256),
 }
 ARMS = ("norm_agnostic", "pre_norm")

@@ -1,7 +1,8 @@
 """Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
 
 Benchmarks: residual_update, training_step, kept_bytes, training_loop, decoding, skipping, loss,
-compile_time, or all. Expect one to five minutes each.
+compile_time, or all. Expect one to five minutes each. gpu checks and times the Triton kernels on a CUDA GPU in less
+than eight minutes; all leaves it out.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ class Options:
             "skipping",
             "loss",
             "compile_time",
+            "gpu",
             "all",
         ]
     ] = "residual_update"
     """Which benchmark."""
-    shape: Literal["12x512", "24x128"] = "12x512"
+    shape: Literal["12x512", "24x128", "64x640"] = "12x512"
     """Model of training_step and kept_bytes, blocks x width."""
     batch_size: int | None = None
     """Sequences of training_step and kept_bytes (default: the shape's) and of decoding (default: 1, then 8)."""
@@ -69,10 +71,12 @@ def main(options: Options) -> None:
 
     device = resolve_device(options.device)
     kept = options.keep_freed_memory and keep_freed_memory()
-    names = [options.benchmark] if options.benchmark != "all" else [*_BENCHMARKS]
+    names = [options.benchmark] if options.benchmark != "all" else [name for name in _BENCHMARKS if name != "gpu"]
     result: dict[str, Any] = {"machine": machine(), "device": str(device), "freed_memory_kept": kept}
     if options.rows < 1 or options.d_model < 1:
         raise UserError(f"--rows {options.rows} and --d-model {options.d_model} must be 1 or more")
+    if options.benchmark == "gpu" and device.type != "cuda":
+        raise UserError("nagnet bench gpu needs a CUDA GPU, and this machine has none, or --device says not to use it")
     for name in names:
         print(f"{name}: compiling, then {options.repeats} timed rounds", file=sys.stderr, flush=True)
         result[name] = _BENCHMARKS[name](options, device)
@@ -154,6 +158,21 @@ def _compile_time(options: Options, device: Any) -> Any:
     return bench_compile_time((8, 64), device)
 
 
+def _gpu(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.gpu import bench_gpu, require_gpu
+    from nagnet.benchmarks.timing import machine
+    from nagnet.files import write_atomically
+
+    kernels = require_gpu()
+
+    def keep(result: dict[str, Any]) -> None:
+        if options.out is not None:
+            text = json.dumps({"machine": machine(), "device": str(device), "gpu": result}, indent=2)
+            write_atomically(options.out, (text + "\n").encode())
+
+    return bench_gpu(kernels, device, options.repeats, keep=keep)
+
+
 _BENCHMARKS = {
     "residual_update": _residual_update,
     "training_step": _training_step,
@@ -163,6 +182,7 @@ _BENCHMARKS = {
     "skipping": _skipping,
     "loss": _loss,
     "compile_time": _compile_time,
+    "gpu": _gpu,
 }
 
 
@@ -273,6 +293,12 @@ def _compile_lines(result: dict[str, Any]) -> list[str]:
     return [f"  first step compiled: {seconds}; ratio {result['ratio']:.2f}"]
 
 
+def _gpu_lines(result: dict[str, Any]) -> list[str]:
+    from nagnet.benchmarks.gpu import summary
+
+    return summary(result)
+
+
 _LINES = {
     "residual_update": _update_lines,
     "training_step": _step_lines,
@@ -282,4 +308,5 @@ _LINES = {
     "skipping": _skipping_lines,
     "loss": _loss_lines,
     "compile_time": _compile_lines,
+    "gpu": _gpu_lines,
 }

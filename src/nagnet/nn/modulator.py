@@ -66,11 +66,12 @@ class Modulator(Float32Module):
 
     def forward(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Returns m [...] in [0, 1], float32 or wider."""
-        return reference.modulation(direction, *self._parameters_in_order(), self.floor)
+        return reference.modulation(direction, *self.parameters_in_order(), self.floor)
 
     def scaled(self, direction: Float[Tensor, "*batch d"], scale: Float[Tensor, ""]) -> Float[Tensor, "*batch"]:
         """Returns ``scale m`` [...], float32 or wider, by the backend in force."""
-        return ops.gain(direction, *self._parameters_in_order(), scale, self.floor)
+        return ops.gain(direction, *self.parameters_in_order(), scale, self.floor)
 
-    def _parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def parameters_in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """W [C, d], b [C], a [C] and raw beta, whether they learn or not."""
         return self.weight, self.bias, self.mixture, self.raw_beta

@@ -149,6 +149,13 @@ class NormAgnosticResidual(ResidualUpdate):
         Raises:
             UserError: if ``branch`` has another shape than the direction.
         """
+        branch, gain = self._ready(state, branch, gain)
+        if self.kept is None:
+            return NormAgnosticState(*ops.rotate(*state, branch, gain, self.branch_eps))
+        return NormAgnosticState(*ablation.rotate(*state, branch, gain, self.branch_eps, self.kept))
+
+    def _ready(self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The branch with X added, and the gain."""
         if branch.shape != state.direction.shape:
             raise UserError(
                 f"branch {tuple(branch.shape)} must have the shape {tuple(state.direction.shape)} of the stream"
@@ -157,9 +164,20 @@ class NormAgnosticResidual(ResidualUpdate):
             gain = self.gain(state)
         if self.skip_vector is not None:
             branch = branch + self.skip_vector.to(branch.dtype)
-        if self.kept is None:
-            return NormAgnosticState(*ops.rotate(*state, branch, gain, self.branch_eps))
-        return NormAgnosticState(*ablation.rotate(*state, branch, gain, self.branch_eps, self.kept))
+        return branch, gain
+
+    def advance(
+        self, state: NormAgnosticState, branch: Tensor, gain: Tensor | None, following: ResidualUpdate | None
+    ) -> tuple[NormAgnosticState, Tensor | None, Tensor | None]:
+        """Rotates, and forms the following update's gain in the same pass over the new direction."""
+        if self.kept is not None or not isinstance(following, NormAgnosticResidual):
+            return super().advance(state, branch, gain, following)
+        branch, gain = self._ready(state, branch, gain)
+        modulator = following.modulator
+        parameters = (*modulator.parameters_in_order(), following.alpha * following.injection)
+        *new, next_gain = ops.advance(*state, branch, gain, parameters, self.branch_eps, modulator.floor)
+        state = NormAgnosticState(*new)
+        return state, following.read(state), next_gain
 
 
 class NormAgnosticStream(ResidualStream):

@@ -247,3 +247,17 @@ def gain(direction: Tensor, *arguments: Any) -> Tensor:
 def add_norm(stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.add_norm`, compiled: a derived backward was not faster (records/0001-fused-update)."""
     return _call(reference.add_norm, stream, branch)
+
+
+def advance(
+    direction: Tensor,
+    log_norm: Tensor,
+    branch: Tensor,
+    gain_now: Tensor,
+    parameters: tuple[Tensor, ...],
+    branch_eps: float = BRANCH_EPS,
+    floor: float = MODULATION_FLOOR,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`reference.advance` by `rotate` and `gain`, one after the other."""
+    new_direction, new_log_norm = rotate(direction, log_norm, branch, gain_now, branch_eps)
+    return new_direction, new_log_norm, gain(new_direction, *parameters, floor)

@@ -187,6 +187,29 @@ def rotate(
     return new_direction.to(direction.dtype), new_log_norm
 
 
+def advance(
+    direction: Float[Tensor, "*batch d"],
+    log_norm: Float[Tensor, "*batch"],
+    branch: Float[Tensor, "*batch d"],
+    gain_now: Float[Tensor, "*batch"],
+    parameters: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    branch_eps: float = BRANCH_EPS,
+    floor: float = MODULATION_FLOOR,
+) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """`rotate`, then the `gain` of the following update from the new direction.
+
+    Args:
+        gain_now: alpha m [...] of this update; ``branch_eps`` and the others as `rotate`.
+        parameters: weight, bias, mixture, raw_beta and scale of the following update, as `gain` takes them, and
+            ``floor``.
+
+    Returns:
+        direction R' [..., d], log norm s' [...] and the following update's gain [...].
+    """
+    new_direction, new_log_norm = rotate(direction, log_norm, branch, gain_now, branch_eps)
+    return new_direction, new_log_norm, gain(new_direction, *parameters, floor)
+
+
 def angle(a: Float[Tensor, "*batch d"], b: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     """Angle between two directions in radians, by atan2 of the chords: exact near 0 and near pi, never NaN.
 
