@@ -120,9 +120,9 @@ def test_a_diverged_model_is_named_before_anything_is_written(trained, tmp_path,
     assert not out.exists()
 
 
-def test_one_short_document_is_enough(trained, tmp_path, capsys):
+def test_one_short_document_is_enough(trained, tmp_path):
     (tmp_path / "text.txt").write_text("ab")
-    words = ["probe", str(trained / "full"), "--data", str(tmp_path / "text.txt"), "--whole"]
-    assert run([*words, "--json", "--out", str(tmp_path / "probe")]) == 0
-    numbers = json.loads(capsys.readouterr().out)
-    assert len(numbers["norm_by_depth"]["norm_agnostic"]["mean"]) == 5
+    models, page = open_probe([str(trained / "full")], torch.device("cpu"), data=str(tmp_path / "text.txt"), whole=True)
+    numbers = {exhibit.name: found["norm_agnostic"] for exhibit, found in gallery.measure(models)}
+    assert len(numbers["norm_by_depth"].mean) == 5
+    assert "1 documents" in dict(page.facts)["Text"]

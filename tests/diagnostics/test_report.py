@@ -61,7 +61,7 @@ def make_summary(**changes):
 class Page(HTMLParser):
     """Text of the page, its tags, and a check that what opens is closed."""
 
-    VOID = {"meta", "img", "br", "hr"}
+    VOID = {"meta", "link", "img", "br", "hr"}
 
     def __init__(self, html: str):
         super().__init__()
