@@ -75,6 +75,8 @@ def _by_quarter(histories: Histories, quantities: Sequence[tuple[str, str, str, 
                 color, share = looks[arm]["color"], quarter / 4
                 line = axes.plot([row["step"] for row in rows], factor * np.array(values), color=color)[0]
                 line.set(alpha=0.3 + 0.7 * share, linewidth=0.8 + 1.6 * share)
+            if factor == 100.0:
+                axes.set_ylim(0.0, max(1.0, axes.get_ylim()[1]))
             of_first = f"{looks[arm]['label']}\n{unit}" if axes is of_arm[0] else unit
             x_label = "step" if place == len(present) - 1 else ""
             style.set_text(axes, title if place == 0 else "", x_label, of_first)
