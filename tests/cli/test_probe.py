@@ -62,6 +62,11 @@ def test_every_figure_its_numbers_and_one_page(trained, tmp_path, capsys):
     rows = list(csv.DictReader((out / "numbers" / "norm_by_depth.csv").read_text().splitlines()))
     means = [float(row["value"]) for row in rows if (row["model"], row["quantity"]) == ("twin", "mean")]
     assert means == norms["twin"]["mean"]
+    quantities = {
+        row["quantity"] for row in csv.DictReader((out / "numbers" / "confidence.csv").read_text().splitlines())
+    }
+    assert {"area.scale.area", "reliability.accuracy", "summary.scale.deciles.entropy"} <= quantities
+    assert "Token view" in page and "as trained" in page
     gains = json.loads((out / "numbers" / "gain.json").read_text())
     assert gains["twin"] is None and len(gains["full"]["alpha"]) == 4
     skips = json.loads((out / "numbers" / "skips.json").read_text())
@@ -107,6 +112,27 @@ def test_bad_input_is_one_line_and_leaves_nothing(trained, tmp_path, capsys, wor
     assert run(["probe", *words, "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("option", ["run", "text", "data"])
+def test_force_never_deletes_what_is_read(trained, tmp_path, capsys, option):
+    out = tmp_path / "out"
+    shutil.copytree(trained / "full", out)
+    (out / ".nagnet-run").touch()
+    (out / "notes.txt").write_text("a stream")
+    model = out if option == "run" else trained / "full"
+    words = ["probe", f"a={model}", "--out", str(out), "--force"]
+    words += [] if option == "run" else [f"--{option}", str(out / "notes.txt")]
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert run(words) == 2
+    assert "which is to be read" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_file_in_place_of_the_folder_is_seen_first(trained, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert run(["probe", str(trained / "full"), "--out", str(tmp_path / "file")]) == 2
+    assert "file is a file" in capsys.readouterr().err
 
 
 def test_a_diverged_model_is_named_before_anything_is_written(trained, tmp_path, capsys):

@@ -62,7 +62,16 @@ def test_rows_of_metrics_become_rows_of_a_table():
     found = {"run": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]}
     assert list(gallery.long_rows(found)) == [
         ["run", "step", 0, "", "", 1],
-        ["run", "step", 1, "", "", 2],
         ["run", "loss", 0, "", "", 2.0],
+        ["run", "step", 1, "", "", 2],
         ["run", "loss", 1, "", "", 1.5],
+    ]
+
+
+def test_a_quantity_inside_another_has_both_names():
+    found = {"run": [{"step": 5, "health": {"norm": [1.0, 2.0], "name": "a text"}}]}
+    assert list(gallery.long_rows(found)) == [
+        ["run", "step", 0, "", "", 5],
+        ["run", "health.norm", 0, 0, "", 1.0],
+        ["run", "health.norm", 0, 1, "", 2.0],
     ]

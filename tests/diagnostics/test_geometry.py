@@ -203,3 +203,8 @@ import nagnet.diagnostics.geometry
 """
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_tokens_are_integers(build_model):
+    with pytest.raises(UserError, match="give integers"):
+        norm_by_depth(build_model(), torch.rand(2, 3))

@@ -21,7 +21,7 @@ from typing import Any
 import tyro
 
 from nagnet.cli.device import DeviceName, resolve_device
-from nagnet.cli.output_folder import check_output_folder, claim_output_folder
+from nagnet.cli.output_folder import check_inputs_outside, check_output_folder, claim_output_folder
 
 
 @dataclass
@@ -63,6 +63,8 @@ def main(options: Options) -> None:
     from nagnet.training.progress import Progress
 
     out = options.out or Path("runs") / f"depth-curve-{datetime.now():%Y%m%d-%H%M%S}"
+    read = (options.checkpoint, options.data, options.tokenizer)
+    check_inputs_outside(out, [Path(path) for path in read if path])
     check_output_folder(out, options.force)
     opened = open_model(
         options.checkpoint, resolve_device(options.device), tokenizer_file=options.tokenizer, seq_len=options.seq_len

@@ -1,6 +1,7 @@
 """The folder a run writes to: claimed once, never shared by two runs, never another program's."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from nagnet.errors import UserError
@@ -13,10 +14,27 @@ def check_output_folder(path: Path, force: bool) -> None:
     """Refuse early, and without writing, a folder that `claim_output_folder` would refuse for what it holds.
 
     Raises:
-        UserError: As there, if the folder holds an earlier run and ``force`` is false, or other files.
+        UserError: As there, if the folder is a file, or holds an earlier run and ``force`` is false, or other files.
     """
+    if path.exists() and not path.is_dir():
+        raise UserError(f"output folder {path} is a file; name a folder")
     if path.is_dir() and any(entry.name != MARKER for entry in path.iterdir()):
         _check_replaceable(path, force)
+
+
+def check_inputs_outside(path: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output folder that holds what is read: ``--force`` would delete it.
+
+    Args:
+        path: The output folder.
+        inputs: Files and folders that the command reads; what does not exist is passed over.
+
+    Raises:
+        UserError: If one of them is the folder or lies in it.
+    """
+    for read in inputs:
+        if read.exists() and read.resolve().is_relative_to(path.resolve()):
+            raise UserError(f"output folder {path} holds {read}, which is to be read; name another folder")
 
 
 def claim_output_folder(path: Path, force: bool) -> Path:

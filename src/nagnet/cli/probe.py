@@ -17,7 +17,7 @@ from pathlib import Path
 import tyro
 
 from nagnet.cli.device import DeviceName, resolve_device
-from nagnet.cli.output_folder import check_output_folder, claim_output_folder
+from nagnet.cli.output_folder import check_inputs_outside, check_output_folder, claim_output_folder
 
 
 @dataclass
@@ -59,6 +59,9 @@ def main(options: Options) -> None:
     from nagnet.training.progress import Progress
 
     out = options.out or Path("runs") / f"probe-{datetime.now():%Y%m%d-%H%M%S}"
+    words = [path for word in options.checkpoints for path in (word, word.partition("=")[2])]
+    read = (*words, options.data, options.text, options.tokenizer)
+    check_inputs_outside(out, [Path(path) for path in read if path])
     check_output_folder(out, options.force)
     models, page = open_probe(
         options.checkpoints,

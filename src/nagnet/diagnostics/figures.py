@@ -75,8 +75,8 @@ def loss_figure(metrics: Mapping[str, Sequence[Mapping[str, float]]]) -> Figure:
 
 NORM_CAPTION = (
     "RMS of the residual stream before the first update and after each one (attention and MLP count one each). "
-    "Left: mean over tokens (thick), without the token at position 0, and median (thin). Right: the token at "
-    "position 0 alone, where a model may park an outlier that dominates the mean."
+    "Left: mean over tokens (thick), without the token at position 0 (thin), and median (dotted); colours as on the "
+    "right. Right: the token at position 0 alone, where a model may park an outlier that dominates the mean."
 )
 
 
@@ -130,8 +130,8 @@ def rotation_figure(rotations: Mapping[str, RotationByDepth]) -> Figure:
 
 GAIN_CAPTION = (
     "Size of each norm-agnostic update: |α|, which caps the tangent of the rotation, and the token mean of |α m|, "
-    "the part that is used; attention and MLP apart. Dotted: where |α| started. A point far below its neighbours "
-    "is a sublayer whose gate has shut."
+    "the part that is used; attention and MLP apart. Dotted: where |α| started. A gate counts as shut where |α m| "
+    "is below a tenth of its value at the start of training."
 )
 
 

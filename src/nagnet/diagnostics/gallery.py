@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -303,23 +303,25 @@ def plain(value: Any) -> Any:
 
 
 def long_rows(found: Measured) -> Iterator[list[Any]]:
-    """Numbers as rows of a table: model, quantity, up to three indices from 0, value; texts and absent arms left "
-    "out."""
-    for arm, values in found.items():
-        for name, part in (plain(values) or {}).items() if not isinstance(values, list) else _columns(values):
-            yield from ([arm, name, *row] for row in _flat(part))
+    """Numbers as rows of a table: model, quantity, up to three indices from 0, value; texts and absent arms left out.
+
+    A quantity inside another has the names of both, such as ``reliability.accuracy``. Of metrics the first index is the
+    row.
+    """
+    for arm, values in plain(found).items():
+        if isinstance(values, list):
+            for place, row in enumerate(values):
+                yield from ([arm, *rest] for rest in _flat(row, "", (place,)))
+        elif values is not None:
+            yield from ([arm, *rest] for rest in _flat(values, "", ()))
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    keys = [key for key, value in rows[0].items() if isinstance(value, int | float)]
-    return [(key, [row.get(key) for row in rows]) for key in keys]
-
-
-def _flat(value: Any, indices: tuple[int, ...] = ()) -> Iterator[list[Any]]:
-    if isinstance(value, list):
+def _flat(value: Any, name: str, indices: tuple[int, ...]) -> Iterator[list[Any]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else key, indices)
+    elif isinstance(value, list):
         for place, part in enumerate(value):
-            yield from _flat(part, (*indices, place))
-    elif isinstance(value, dict):
-        return
-    else:
-        yield [*indices, *[""] * (3 - len(indices)), value]
+            yield from _flat(part, name, (*indices, place))
+    elif not isinstance(value, str):
+        yield [name, *indices, *[""] * (3 - len(indices)), value]

@@ -298,6 +298,8 @@ def _vector(values: list[float]) -> Tensor:
 
 
 def check_tokens(tokens: Tensor) -> None:
-    """Raises a UserError unless ``tokens`` is a non-empty [B, T]."""
+    """Raises a UserError unless ``tokens`` is a non-empty [B, T] of integers."""
+    if tokens.is_floating_point():
+        raise UserError(f"tokens are {tokens.dtype}; give integers")
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise UserError(f"tokens have shape {list(tokens.shape)}; give a non-empty [batch, length]")

@@ -26,8 +26,9 @@ from nagnet.diagnostics.updates import (
 )
 
 RELATIVE_CAPTION = (
-    "Size of each update relative to the stream it changes, ‖x′ − x‖ / ‖x‖, token mean; for norm-agnostic this is "
-    "|α| m. Attention and MLP apart. Where the norm grows with depth and the branches do not, it falls."
+    "Size of each update relative to the stream it changes, ‖x′ − x‖ / ‖x‖, token mean; attention and MLP apart. "
+    "For norm-agnostic it is |α| m, less where a branch is damped or a token skips. Where the norm grows with depth "
+    "and the branches do not, it falls."
 )
 
 

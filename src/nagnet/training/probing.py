@@ -18,6 +18,7 @@ from nagnet.diagnostics.token_page import render_token_views
 from nagnet.diagnostics.token_view import TokenView, token_view_of_text
 from nagnet.errors import UserError
 from nagnet.files import MODEL_FOLDER
+from nagnet.ops.loss import IGNORED_TARGET
 from nagnet.training.environment import describe_environment
 from nagnet.training.evaluated import EvaluatedModel, open_model
 from nagnet.training.metrics import read_metrics
@@ -71,6 +72,9 @@ def open_probe(
     facts = [
         ("Text", f"{source}: {len(documents):,} documents, hash {hash_documents(documents)[:12]}"),
         ("Evaluation rows", _rows_in_words(models)),
+        ("Token view", f"{text_file or documents[0].name}; the figures are of the text above"),
+        ("Skipping", _skipping_in_words(opened, skip_threshold)),
+        *((f"Folder of {name}", str(model.saved.folder)) for name, model in opened.items()),
         ("Device", f"{device}, {environment['machine']['processor']}, {environment['dtype']}"),
         ("Git commit", environment["git_commit"] or "not in a repository"),
     ]
@@ -151,12 +155,18 @@ def _rows_in_words(models: Mapping[str, ProbedModel]) -> str:
     text = next(iter(models.values())).text
     shapes = (text.tokens.shape, text.sink_tokens.shape)
     (rows, length), (sink_rows, sink_length) = shapes
-    scored = sum(inputs.numel() for inputs, _ in text.scored)
+    scored = sum(int((targets != IGNORED_TARGET).sum()) for _, targets in text.scored)
     return (
-        f"{rows} of {length} tokens, each the beginning of a held-out document (where documents are too few, later "
-        f"parts follow), BOS in front; for attention {sink_rows} of {sink_length}; predictions judged on {scored:,} "
-        "tokens"
+        f"{rows} of {length} tokens, each the beginning of a document (where documents are too few, later parts "
+        f"follow), BOS in front; for attention {sink_rows} of {sink_length}; predictions judged on {scored:,} tokens"
     )
+
+
+def _skipping_in_words(opened: Mapping[str, EvaluatedModel], threshold: float | None) -> str:
+    if threshold is not None:
+        return f"every model skips sublayers whose rotation score is not above {threshold:g}"
+    skipping = [name for name, model in opened.items() if model.model.skipping is not None]
+    return f"{', '.join(skipping)}: as trained" if skipping else "none: every token runs every sublayer"
 
 
 def _models_table(opened: Mapping[str, EvaluatedModel]) -> ReportTable:
@@ -172,9 +182,8 @@ def _models_table(opened: Mapping[str, EvaluatedModel]) -> ReportTable:
                 f"{sum(parameter.numel() for parameter in model.model.parameters()):,}",
                 "–" if tokens is None else f"{tokens:,}",
                 "–" if bits is None else f"{bits:.4f}",
-                str(model.saved.folder),
             ]
         )
-    columns = ["model", "rule", "blocks × width", "parameters", "training tokens", "bits per byte", "folder"]
-    note = "Bits per byte of held-out text as the run itself measured them; lower is better."
+    columns = ["model", "rule", "blocks × width", "parameters", "training tokens", "bits per byte"]
+    note = "Bits per byte as the run itself measured them, on its own text and skipping as trained; lower is better."
     return ReportTable("Models", columns, rows, note)
