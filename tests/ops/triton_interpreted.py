@@ -337,7 +337,7 @@ def test_a_nan_stays_in_its_row():
 def test_second_derivatives_are_refused_rather_than_wrong():
     inputs = [tensor.requires_grad_() for tensor in draw_inputs((2,), 4)]
     (gradient,) = torch.autograd.grad(advance(kernels)(*inputs)[0].sum(), inputs[2], create_graph=True)
-    with pytest.raises((RuntimeError, NotImplementedError), match="autograd|grad"):
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         gradient.sum().backward()
 
 

@@ -17,7 +17,6 @@ PROBE_DOCUMENTS = 24
 PROBE_LENGTH = 64
 SINK_ROWS = 128
 SCORED_ROWS = 48
-ROWS_AT_ONCE = 8  # of logits: 8 x 64 tokens of 32,768 ids are 64 MB
 
 
 @dataclass(frozen=True)
