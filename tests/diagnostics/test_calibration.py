@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from nagnet.diagnostics.calibration import coverage, judge, reliability
+from nagnet.diagnostics.calibration import coverage, judge, loss_by_scale, reliability
 from nagnet.diagnostics.confidence import Predictions
 from nagnet.errors import UserError
 from nagnet.evaluation.statistics import area_under_roc, area_under_roc_interval
@@ -49,7 +49,7 @@ def test_judgement_of_perfectly_ranked_confidence():
     n = 60
     correct = np.arange(n) >= 30
     values = Predictions(
-        scale=np.arange(n, dtype=float),
+        scale=np.arange(1.0, n + 1),
         entropy=np.full(n, 2.0),
         max_probability=np.linspace(0.1, 0.9, n),
         loss=np.linspace(3.0, 0.1, n),
@@ -64,6 +64,29 @@ def test_judgement_of_perfectly_ranked_confidence():
     assert found.spearman_loss["scale"] == pytest.approx(-1.0)
     assert math.isnan(found.spearman_loss["negative_entropy"])
     assert found.n_rows == 6
+
+
+def test_tokens_by_scale_and_loss_are_counted_where_they_lie():
+    found = loss_by_scale(np.exp([0.0, 0.0, 0.4, 1.0]), [4.0, 2.0, 3.0, 0.0], bins=2)
+    assert found.log_norm == pytest.approx([0.0, 0.5, 1.0])
+    assert found.loss == pytest.approx([0.0, 2.0, 4.0])
+    assert found.n_tokens.tolist() == [[0, 3], [1, 0]]
+    assert found.mean_loss == pytest.approx([3.0, 0.0])
+
+
+def test_equal_scales_and_a_model_that_is_always_right_have_a_place():
+    found = loss_by_scale([2.0, 2.0, 2.0], [0.0, 0.0, 0.0], bins=4)
+    assert found.n_tokens.sum() == 3
+    assert np.nanmax(found.mean_loss) == 0.0 and np.isnan(found.mean_loss).sum() == 3
+    assert found.log_norm[0] < math.log(2.0) < found.log_norm[-1]
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss"), [([1.0, math.nan], [1.0, 1.0]), ([1.0, 0.0], [1.0, 1.0]), ([1.0, 1.0], [1.0, math.inf])]
+)
+def test_scale_and_loss_without_a_place_are_refused(scale, loss):
+    with pytest.raises(UserError, match="diverged"):
+        loss_by_scale(scale, loss)
 
 
 def test_interval_of_area_holds_what_resampling_by_hand_gives():

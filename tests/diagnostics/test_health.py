@@ -61,6 +61,7 @@ def test_gain_comes_with_and_without_the_injection_scale(build_model, fix_modula
     health = stream_health(model, tokens)
     gain = [0.5, 0.5 / math.sqrt(2), 0.4, 0.25]
     assert health.injection == injection
+    assert health.gates.alpha == pytest.approx([1.0, 1 / math.sqrt(2), 0.8, 0.5], rel=1e-6)
     assert health.gates.mean_gain == pytest.approx(gain, rel=1e-6)
     assert health.injected_gain == pytest.approx([injection * value for value in gain], rel=1e-6)
 
@@ -69,7 +70,7 @@ def test_gain_comes_with_and_without_the_injection_scale(build_model, fix_modula
 def test_row_is_plain_json_without_what_the_rule_lacks(build_model, tokens, residual):
     row = stream_health(build_model(residual, n_layers=4), tokens).to_dict()
     assert json.loads(json.dumps(row, allow_nan=False)) == row
-    gated = {"mean_gain", "injected_gain", "legacy_floor_fraction", "legacy_on_fraction", "legacy_dead"}
+    gated = {"alpha", "mean_gain", "injected_gain", "legacy_floor_fraction", "legacy_on_fraction", "legacy_dead"}
     lists = {"norm", "rotation", "alignment"} | (gated if residual == "norm_agnostic" else set())
     assert set(row["quartiles"]) == lists
     assert set(row) - {"injection"} == lists | {"update", "quartiles"}

@@ -1,5 +1,6 @@
 """One compiled block serves every layer."""
 
+import functools
 import shutil
 
 import pytest
@@ -21,7 +22,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _clean_dynamo():
     torch._dynamo.reset()
-    yield
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own: models raise it
+        yield
     torch._dynamo.reset()
 
 
@@ -89,6 +91,18 @@ def test_more_widths_than_torch_compiles_by_default(small):
     config = small("pre_norm", n_layers=10, mlp_taper=0.75, d_ff=128)
     assert len(set(config.mlp_widths)) == 10  # torch's limit is 8
     assert graphs(config) <= 1 + len(set(config.mlp_widths))
+
+
+def test_models_of_one_process_share_no_limit(small, tokens, targets, monkeypatch):
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_module, backend="eager"))
+    models = [Decoder(small(without=(component,), n_layers=3), seed=0) for component in COMPONENTS]
+    models += [Decoder(small(residual, n_layers=3), seed=0) for residual in ("pre_norm", "sandwich", "post_norm", "none")]
+    for model in models:
+        model.compile_blocks()
+    for _ in range(2):
+        for model in models:
+            model.loss(tokens, targets).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

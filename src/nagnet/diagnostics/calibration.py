@@ -13,6 +13,7 @@ from nagnet.evaluation.statistics import RocInterval, area_under_roc_interval, s
 
 RELIABILITY_BINS = 15
 COVERAGE_POINTS = 100
+DENSITY_BINS = 40
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,22 @@ class Coverage:
 
 
 @dataclass(frozen=True)
+class LossByScale:
+    """Tokens by s_N and by the loss of the token that came, in bins of equal width.
+
+    Attributes:
+        log_norm: edges in s_N, float64 [bins + 1]. loss: edges in nats, from 0, float64 [bins + 1].
+        n_tokens: int64 [bins of s_N, bins of loss].
+        mean_loss: of the tokens in each bin of s_N, nats, float64 [bins]; NaN for an empty one.
+    """
+
+    log_norm: np.ndarray
+    loss: np.ndarray
+    n_tokens: np.ndarray
+    mean_loss: np.ndarray
+
+
+@dataclass(frozen=True)
 class Judgement:
     """Everything that is said of a model's confidence; dicts by signal, as in `Predictions.signals`.
 
@@ -54,6 +71,7 @@ class Judgement:
         summary: deciles by exp(s_N) and by minus the entropy.
         reliability: of the probability of the likeliest token.
         coverage: accuracy by coverage. area: AUROC against top-1 correctness, interval over rows.
+        loss_by_scale: tokens by s_N and next-token loss.
         spearman_loss: rank correlation with the next-token loss.
         n_rows: sequences the tokens come from.
     """
@@ -62,6 +80,7 @@ class Judgement:
     reliability: Reliability
     coverage: dict[str, Coverage]
     area: dict[str, RocInterval]
+    loss_by_scale: LossByScale
     spearman_loss: dict[str, float]
     n_rows: int
 
@@ -70,7 +89,7 @@ def judge(predictions: Predictions) -> Judgement:
     """Judges all signals of confidence on the same tokens.
 
     Raises:
-        UserError: if a signal is NaN.
+        UserError: if a signal is NaN, or s_N or a loss not finite.
     """
     signals, correct = predictions.signals, predictions.correct
     return Judgement(
@@ -78,6 +97,7 @@ def judge(predictions: Predictions) -> Judgement:
         reliability=reliability(predictions.max_probability, correct),
         coverage={name: coverage(signal, correct) for name, signal in signals.items()},
         area={name: area_under_roc_interval(signal, correct, predictions.row) for name, signal in signals.items()},
+        loss_by_scale=loss_by_scale(predictions.scale, predictions.loss),
         spearman_loss={name: spearman(signal, predictions.loss) for name, signal in signals.items()},
         n_rows=len(np.unique(predictions.row)),
     )
@@ -123,6 +143,34 @@ def coverage(signal: ArrayLike, correct: ArrayLike, points: int = COVERAGE_POINT
     n = len(values)
     counts = np.unique(-(-n * np.arange(1, points + 1) // points))  # the ceiling, in integers
     return Coverage(counts / n, right[counts - 1] / counts)
+
+
+def loss_by_scale(scale: ArrayLike, loss: ArrayLike, bins: int = DENSITY_BINS) -> LossByScale:
+    """Counts tokens by the log of their scale and by their next-token loss.
+
+    Args:
+        scale: exp(s_N), [n]. loss: nats, [n].
+
+    Raises:
+        UserError: if the lengths differ or are 0, or a value is not finite or a scale not above 0.
+    """
+    norm, nats = _pair(scale, loss)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log_norm = np.log(norm)
+    if not (np.isfinite(log_norm).all() and np.isfinite(nats).all()):
+        raise UserError("s_N and the loss of every token must be finite; has the model diverged?")
+    top = max(float(nats.max()), 1e-3)  # a model that is always right has a range too
+    count, columns, rows = np.histogram2d(log_norm, nats.clip(min=0.0), bins=bins, range=(_span(log_norm), (0.0, top)))
+    place = np.clip(np.searchsorted(columns, log_norm, side="right") - 1, 0, bins - 1)
+    with np.errstate(invalid="ignore"):
+        mean = np.bincount(place, weights=nats, minlength=bins) / count.sum(axis=1)
+    return LossByScale(columns, rows, count.astype(np.int64), mean)
+
+
+def _span(values: np.ndarray) -> tuple[float, float]:
+    """Smallest and largest; a little apart where all are equal."""
+    low, high = float(values.min()), float(values.max())
+    return (low, high) if high - low > 1e-6 else (low - 0.5, high + 0.5)
 
 
 def _pair(values: ArrayLike, correct: ArrayLike) -> tuple[np.ndarray, np.ndarray]:

@@ -208,6 +208,12 @@ EXHIBITS = (
         (
             Drawing("confidence", "Confidence", _deciles, figures.CONFIDENCE_CAPTION),
             Drawing(
+                "loss_by_scale",
+                "Confidence against loss",
+                token_figures.loss_by_scale_figure,
+                token_figures.LOSS_BY_SCALE_CAPTION,
+            ),
+            Drawing(
                 "reliability",
                 "Calibration and coverage",
                 token_figures.reliability_figure,

@@ -82,6 +82,7 @@ class GateHealth:
 
     Attributes:
         update_index: l of each entry.
+        alpha: abs(alpha), the cap on the tangent of the rotation.
         mean_gain: token mean of abs(alpha m).
         initial_gain: what it is compared with.
         collapsed_updates: the alarm of this project: l of every update with ``mean_gain < 0.1 initial_gain``.
@@ -92,6 +93,7 @@ class GateHealth:
     """
 
     update_index: list[int]
+    alpha: list[float]
     mean_gain: list[float]
     initial_gain: list[float]
     collapsed_updates: list[int]
@@ -189,7 +191,7 @@ def gain_by_update(model: nn.Module, tokens: Tensor) -> GainByUpdate | None:
     return GainByUpdate(
         update_index=torch.tensor([update.update_index for update in updates]),
         alpha=_vector([abs(update.alpha.item()) for update in updates]),
-        mean_gain=totals[:, 1] / totals[:, 0],
+        mean_gain=totals[:, 2] / totals[:, 0],
         initial_alpha=_vector([_initial_alpha(update) for update in updates]),
     )
 
@@ -218,8 +220,8 @@ def gate_totals(update: NormAgnosticResidual, direction: Tensor) -> Tensor:
     """Adds up over all tokens what the gate of ``update`` does with ``direction`` [..., d].
 
     Returns:
-        [4], float32 or wider, on the device of ``direction``: tokens, sum of abs(alpha m) without the injection
-        scale, tokens with u <= 1e-6, tokens with abs(alpha m) > 0.25.
+        [5], float32 or wider, on the device of ``direction``: tokens, sum of abs(alpha), sum of abs(alpha m) without
+        the injection scale, tokens with u <= 1e-6, tokens with abs(alpha m) > 0.25.
     """
     m = update.modulator
     # beta = 1 makes the modulation u itself; u is out of reach of m where u^beta underflows.
@@ -227,7 +229,8 @@ def gate_totals(update: NormAgnosticResidual, direction: Tensor) -> Tensor:
     u = reference.modulation(direction, m.weight, m.bias, m.mixture, beta_one)
     gain = (update.alpha * m(direction)).abs()
     # A little above the floor: the clamped value went through a logarithm and back.
-    parts = (torch.ones_like(gain), gain, u <= reference.MODULATION_FLOOR * 1.001, gain > LEGACY_ON)
+    alpha = update.alpha.abs().expand_as(gain)
+    parts = (torch.ones_like(gain), alpha, gain, u <= reference.MODULATION_FLOOR * 1.001, gain > LEGACY_ON)
     return torch.stack([part.sum(dtype=gain.dtype) for part in parts])
 
 
@@ -237,7 +240,7 @@ def summarize_gates(
     """Turns the sums of `gate_totals` into a verdict on each gate.
 
     Args:
-        updates: in order of l. totals: [N, 4] on the CPU; zeros for an update that did not run.
+        updates: in order of l. totals: [N, 5] on the CPU; zeros for an update that did not run.
         initial_gain: as in `gate_health`.
 
     Raises:
@@ -248,9 +251,10 @@ def summarize_gates(
     if len(initial_gain) != len(updates):
         raise UserError(f"initial_gain has {len(initial_gain)} values, but the model has {len(updates)} updates")
     index = [update.update_index for update in updates]
-    mean_gain, floor, on = (totals[:, 1:] / totals[:, :1]).T.tolist()
+    alpha, mean_gain, floor, on = (totals[:, 1:] / totals[:, :1]).T.tolist()
     return GateHealth(
         update_index=index,
+        alpha=alpha,
         mean_gain=mean_gain,
         initial_gain=list(initial_gain),
         collapsed_updates=[
@@ -263,7 +267,7 @@ def summarize_gates(
 
 
 def _measure_gates(model: nn.Module, tokens: Tensor) -> tuple[list[NormAgnosticResidual], Tensor]:
-    """The norm-agnostic updates of ``model`` in order of l, and their `gate_totals` on ``tokens``, float64 [N, 4]."""
+    """The norm-agnostic updates of ``model`` in order of l, and their `gate_totals` on ``tokens``, float64 [N, 5]."""
     check_tokens(tokens)
     totals: dict[NormAgnosticResidual, Tensor] = {}
 
@@ -273,7 +277,7 @@ def _measure_gates(model: nn.Module, tokens: Tensor) -> tuple[list[NormAgnosticR
 
     with observe_gains(model, observer) as updates:
         model(tokens)
-    return updates, torch.stack([_wide(totals.get(update, torch.zeros(4))) for update in updates])
+    return updates, torch.stack([_wide(totals.get(update, torch.zeros(5))) for update in updates])
 
 
 def _initial_alpha(update: NormAgnosticResidual) -> float:

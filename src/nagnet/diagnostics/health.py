@@ -62,7 +62,7 @@ class StreamHealth:
             sublayer: of these alone, or of attention and MLP together.
 
         Returns:
-            norm, rotation, alignment, and for a rule with gates mean_gain, injected_gain, legacy_floor_fraction,
+            norm, rotation, alignment, and for a rule with gates alpha, mean_gain, injected_gain, legacy_floor_fraction,
             legacy_on_fraction and legacy_dead (share of the updates), each with four values.
         """
         kept = [place for place, index in enumerate(self.update_index) if sublayer in (None, sublayer_of(index))]
@@ -87,6 +87,7 @@ class StreamHealth:
         if self.injected_gain is not None:
             columns["injected_gain"] = self.injected_gain
         if self.gates is not None:
+            columns["alpha"] = self.gates.alpha
             columns["mean_gain"] = self.gates.mean_gain
             columns["legacy_floor_fraction"] = self.gates.legacy_floor_fraction
             columns["legacy_on_fraction"] = self.gates.legacy_on_fraction
@@ -126,11 +127,11 @@ class StreamObserver:
         )
 
 
-N_COLUMNS = 9  # of `_measure`
+N_COLUMNS = 10  # of `_measure`
 
 
 def _measure(step: UpdateStep, gated: NormAgnosticResidual | None) -> Tensor:
-    """Log of the mean norm, rotation (radians), alignment, gain, injection scale, and the four of `gate_totals`.
+    """Log of the mean norm, rotation (radians), alignment, gain, injection scale, and the five of `gate_totals`.
 
     What the rule does not have is NaN. The logarithm keeps exp(s) in range of float32.
     """
@@ -144,7 +145,7 @@ def _measure(step: UpdateStep, gated: NormAgnosticResidual | None) -> Tensor:
         absent if step.gain is None else step.gain.abs().mean(),
         absent if gated is None else gated.injection,
     ]
-    totals = absent.expand(4) if gated is None else gate_totals(gated, direction)
+    totals = absent.expand(5) if gated is None else gate_totals(gated, direction)
     return torch.cat([torch.stack([part.to(dtype) for part in parts]), totals.to(dtype)])
 
 

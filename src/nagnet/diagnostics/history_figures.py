@@ -36,7 +36,7 @@ STREAM_CAPTION = (
 )
 GATES_CAPTION = (
     _QUARTERS
-    + "Mean gain |α m| without the injection scale; tokens whose modulation is at its floor (u ≤ 1e-6), where its "
+    + "Cap |α| of the rotation's tangent; mean gain |α m| without the injection scale; tokens whose modulation is at its floor (u ≤ 1e-6), where its "
     "gradient is clamped away; tokens with |α m| > 0.25; updates with a mean gain below 0.05, which healthy ones of "
     "deep models have too."
 )
@@ -46,6 +46,7 @@ _STREAM = (
     ("alignment", "Alignment", "cosine of F(R) with R", 1.0),
 )
 _GATES = (
+    ("alpha", "Cap", "|α|", 1.0),
     ("mean_gain", "Gain", "mean |α m|", 1.0),
     ("legacy_floor_fraction", "At the floor", "tokens (%)", 100.0),
     ("legacy_on_fraction", "On", "tokens (%)", 100.0),
@@ -65,6 +66,9 @@ def gates_figure(histories: Histories) -> Figure:
 
 def _by_quarter(histories: Histories, quantities: Sequence[tuple[str, str, str, float]]) -> Figure:
     present = {arm: rows for arm, rows in histories.items() if rows}
+    # What an earlier version wrote has no alpha.
+    known = {name for rows in present.values() for row in rows for name in row["health"]}
+    quantities = [quantity for quantity in quantities if quantity[0] in known]
     fig, panels = style.figure(height_px=90 + 230 * len(present), rows=len(present), columns=len(quantities))
     looks = style.arm_styles(histories)
     for place, (arm, rows) in enumerate(present.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from nagnet.diagnostics import style
@@ -97,6 +98,35 @@ def reliability_figure(judgements: Mapping[str, Judgement]) -> Figure:
     panels[0].set_ylim(0, 100)
     panels[0].legend(frameon=False, loc="upper left")
     panels[1].legend(frameon=False, fontsize=8)
+    return fig
+
+
+MIN_TOKENS = 10  # behind a point of a mean
+LOSS_BY_SCALE_CAPTION = (
+    "Every scored token by s_N, the log of the stream's norm at the end, and by the loss of the token that came. "
+    f"Darker: more tokens, on a logarithmic scale. Line: mean loss of the tokens at that s_N, where there are at least "
+    f"{MIN_TOKENS}. Title: Spearman rank correlation of the two. A control where s_N does not reach the logits."
+)
+
+
+def loss_by_scale_figure(judgements: Mapping[str, Judgement]) -> Figure:
+    """Density of tokens by s_N and next-token loss, one panel an arm; see `LOSS_BY_SCALE_CAPTION`."""
+    fig, panels = style.figure(height_px=440, columns=len(judgements))
+    looks = style.arm_styles(judgements)
+    top = max(judged.loss_by_scale.loss[-1] for judged in judgements.values())
+    for axes, (arm, judged) in zip(panels, judgements.items(), strict=True):
+        found, color = judged.loss_by_scale, looks[arm]["color"]
+        shades = LinearSegmentedColormap.from_list(arm, [style.BACKGROUND, color])
+        count = np.where(found.n_tokens > 0, found.n_tokens, np.nan).T
+        norm = LogNorm(vmin=0.5, vmax=max(2.0, float(found.n_tokens.max())))
+        axes.pcolormesh(found.log_norm, found.loss, count, cmap=shades, norm=norm, rasterized=True)
+        enough = found.n_tokens.sum(axis=1) >= MIN_TOKENS
+        middle = (found.log_norm[1:] + found.log_norm[:-1]) / 2
+        axes.plot(middle, np.where(enough, found.mean_loss, np.nan), color=style.INK, linewidth=1.8)
+        axes.set_ylim(0, top)
+        control = "" if judged.summary.scale_in_logits else ", control"
+        title = f"{looks[arm]['label']}{control}: {judged.spearman_loss['scale']:.2f}"
+        style.set_text(axes, title, "s_N", "next-token loss (nats)" if axes is panels[0] else "")
     return fig
 
 

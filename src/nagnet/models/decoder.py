@@ -254,10 +254,10 @@ class Decoder(nn.Module):
 
         Each shape of tokens is compiled anew, and torch stops after a few: keep to the shapes of training, and run
         others under ``torch.compiler.set_stance("force_eager")``, as evaluation and diagnostics here do. Blocks of
-        different MLP widths are compiled one by one, and torch's limit is raised to let them.
+        different MLP widths are compiled one by one, as are those of several models in one process: each model raises
+        torch's limit, which is one for all of them, by what it needs.
         """
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, GRAPHS_PER_WIDTH * len(set(self.config.mlp_widths)))
+        torch._dynamo.config.recompile_limit += GRAPHS_PER_WIDTH * len(set(self.config.mlp_widths))
         skips = self.config.skip.on
         for block in self.blocks:
             assert isinstance(block, Block)
