@@ -48,9 +48,9 @@ _STREAM = (
 _GATES = (
     ("alpha", "Cap", "|α|", 1.0),
     ("mean_gain", "Gain", "mean |α m|", 1.0),
-    ("legacy_floor_fraction", "At the floor", "tokens (%)", 100.0),
-    ("legacy_on_fraction", "On", "tokens (%)", 100.0),
-    ("legacy_dead", "Below 0.05", "updates (%)", 100.0),
+    ("legacy_floor_fraction", "Floor", "tokens (%)", 100.0),
+    ("legacy_on_fraction", "> 0.25", "tokens (%)", 100.0),
+    ("legacy_dead", "< 0.05", "updates (%)", 100.0),
 )
 
 
@@ -78,7 +78,7 @@ def _by_quarter(histories: Histories, quantities: Sequence[tuple[str, str, str, 
                 values = [row["health"]["quartiles"].get(name, {}).get(f"q{quarter}", np.nan) for row in rows]
                 color, share = looks[arm]["color"], quarter / 4
                 line = axes.plot([row["step"] for row in rows], factor * np.array(values), color=color)[0]
-                line.set(alpha=0.3 + 0.7 * share, linewidth=0.8 + 1.6 * share)
+                line.set(alpha=0.3 + 0.7 * share, linewidth=0.8 + 1.6 * share, marker="o" if len(rows) == 1 else "")
             if factor == 100.0:
                 axes.set_ylim(0.0, max(1.0, axes.get_ylim()[1]))
             of_first = f"{looks[arm]['label']}\n{unit}" if axes is of_arm[0] else unit
