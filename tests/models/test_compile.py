@@ -97,7 +97,8 @@ def test_models_of_one_process_share_no_limit(small, tokens, targets, monkeypatc
     compile_module = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compile_module, backend="eager"))
     models = [Decoder(small(without=(component,), n_layers=3), seed=0) for component in COMPONENTS]
-    models += [Decoder(small(residual, n_layers=3), seed=0) for residual in ("pre_norm", "sandwich", "post_norm", "none")]
+    others = ("pre_norm", "sandwich", "post_norm", "none")
+    models += [Decoder(small(residual, n_layers=3), seed=0) for residual in others]
     for model in models:
         model.compile_blocks()
     for _ in range(2):

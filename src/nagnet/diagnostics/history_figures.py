@@ -36,9 +36,9 @@ STREAM_CAPTION = (
 )
 GATES_CAPTION = (
     _QUARTERS
-    + "Cap |α| of the rotation's tangent; mean gain |α m| without the injection scale; tokens whose modulation is at its floor (u ≤ 1e-6), where its "
-    "gradient is clamped away; tokens with |α m| > 0.25; updates with a mean gain below 0.05, which healthy ones of "
-    "deep models have too."
+    + "Cap |α| of the rotation's tangent; mean gain |α m| without the injection scale; tokens whose modulation "
+    "is at its floor (u ≤ 1e-6), where its gradient is clamped away; tokens with |α m| > 0.25; updates with a mean "
+    "gain below 0.05, which healthy ones of deep models have too."
 )
 _STREAM = (
     ("norm", "Norm", "RMS of the stream", 1.0),

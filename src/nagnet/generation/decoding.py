@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
+import random
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from nagnet.models.decoder import Decoder
 from nagnet.nn.attention import LayerPast, Past
 from nagnet.typing import Float, Int
 
-CHANGING = ("state", "reading", "gain", "cos", "sin", "key_mask", "past", "next_past", "skips", "direction", "log_norm")
+# Of the compiler: no condition on arguments is kept, and no size checked before each kernel.
+OPTIONS = {"guard_filter_fn": lambda guards: [False] * len(guards), "size_asserts": False}
 
 Decoding = Callable[[Decoder, KeyValueCache, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
 
@@ -49,8 +50,10 @@ def decode_compiled(
 
     The first call takes half a minute or so, later calls in other processes less: torch caches what it compiled.
     """
-    kind = _Kind(model.config, next(model.blocks.parameters()).dtype, str(cache.device), ops.get_backend())
     past = cache.past(counts, tokens.shape[1])
+    dtype, alone = next(model.blocks.parameters()).dtype, past.layers[0].allowed is None
+    replaced = model.skipping is not None and model.skipping.replaced is not None
+    kind = _Kind(model.config, dtype, str(cache.device), ops.get_backend(), len(tokens), alone, replaced)
     direction, log_norm = model.trunk(tokens, past=past, run_block=_Runner(kind, model, past)).split()
     cache.advance(counts)
     direction, log_norm = direction[:, 0], log_norm[:, 0]
@@ -58,33 +61,62 @@ def decode_compiled(
 
 
 class _Kind(NamedTuple):
-    """All that a graph depends on beside the tensors of a step."""
+    """All that a graph depends on beside the values of a step's tensors and the length of its cache."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: str
     backend: str
+    batch_size: int
+    alone: bool
+    replaced_scores: bool
     d_ff: int = 0
 
 
 @functools.cache
-def _compiled(function: Callable, kind: _Kind) -> Callable:
-    """A function compiled for models of one kind, whose parameters and attributes are then not looked at again.
+def _compiled(function: Callable, kind: _Kind) -> _Graph:
+    """A function compiled for steps of one kind."""
+    # A code object of its own: torch keeps what it learns of a function with its code.
+    return _Graph(types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__))
 
-    To check some hundred of them at every call costs as much as the residual updates of a block of width 768.
+
+class _Graph:
+    """A function that is compiled at its first call and then called as it is, with nothing of its arguments checked.
+
+    Torch's conditions on a hundred parameters and attributes, and its search for a graph that meets them, would take as
+    long as the residual updates of a block of width 768. Who calls must bring arguments of one `_Kind`.
     """
-    # A code object of its own: graphs belong to code, and those of another kind would answer as well.
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, fullgraph=True, options={"guard_filter_fn": _of_the_step})
+
+    def __init__(self, function: Callable):
+        self._function = function
+        self._run: Callable | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._run is None:
+            self._run = self._compile(arguments)
+        return self._run(*arguments)
+
+    def _compile(self, arguments: tuple[Any, ...]) -> Callable:
+        for past in arguments:
+            if isinstance(past, LayerPast):
+                _mark_length(past)
+        lazy: Any = torch.compile(self._function, fullgraph=True, options=OPTIONS)
+        state = random.getstate()
+        # Torch names a graph that it cannot hash by a random number, and takes it for another of the same number.
+        random.seed()
+        try:
+            compiled = lazy.aot_compile((arguments, {}))
+        finally:
+            random.setstate(state)
+        compiled.disable_guard_check()
+        return compiled
 
 
-def _of_the_step(guards: Sequence[Any]) -> list[bool]:
-    """Which of a graph's conditions to check: those on the arguments that change, and on torch's own state."""
-    named = [re.match(r"(?:L\[['\"])?(\w+)", guard.name) for guard in guards]
-    return [
-        guard.guard_type != "DUPLICATE_INPUT" and (not guard.name or (name is not None and name[1] in CHANGING))
-        for guard, name in zip(guards, named, strict=True)
-    ]
+def _mark_length(past: LayerPast) -> None:
+    """Tells the compiler which sizes grow."""
+    for tensor, dim in ((past.keys, 2), (past.values, 2), (past.allowed, 3)):
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, dim)
 
 
 class _Runner:
@@ -93,10 +125,6 @@ class _Runner:
     def __init__(self, kind: _Kind, model: Decoder, past: Past):
         self._kind, self._blocks, self._layers = kind, list(model.blocks), past.layers
         self._done = 0
-        for layer in past.layers:
-            for tensor, dim in ((layer.keys, 2), (layer.values, 2), (layer.allowed, 3)):
-                if tensor is not None:
-                    torch._dynamo.mark_dynamic(tensor, dim)
 
     def __call__(self, block: Any, *arguments: Any) -> Any:
         state, reading, gain, first, second, following, cos, sin, key_mask, past, skips = arguments

@@ -109,7 +109,7 @@ class Readout(Float32Module):
     ) -> Float[Tensor, "*batch v"]:
         """Returns logits [..., V], float32 or wider."""
         hidden = self.scaled(direction, log_norm)
-        with torch.autocast(device_type=direction.device.type, enabled=False):
+        with reference.without_autocast(direction.device.type):
             logits = ops.project(hidden, self.weight.to(hidden.dtype))
         if self.entry_scale is not None:  # on V logits and not on V x d rows
             logits = logits * self.entry_scale().to(logits.dtype)
@@ -159,7 +159,7 @@ class Readout(Float32Module):
 
     def _by_chunks(self, function: Callable, direction: Tensor, log_norm: Tensor, targets: Tensor) -> Any:
         hidden = self.scaled(direction, log_norm)
-        with torch.autocast(device_type=direction.device.type, enabled=False):
+        with reference.without_autocast(direction.device.type):
             return function(hidden.flatten(0, -2), self._rows(hidden.dtype), targets.flatten(), self.config.softcap)
 
     @torch.no_grad()

@@ -195,7 +195,7 @@ class _Gain(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_gain):
-        with torch.autocast(grad_gain.device.type, enabled=False):
+        with reference.without_autocast(grad_gain.device.type):
             return *_call(_gain_backward, grad_gain, *ctx.saved_tensors, ctx.floor), None
 
 

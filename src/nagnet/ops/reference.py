@@ -9,6 +9,8 @@ Shapes: ``direction``, ``branch`` [..., d]; ``log_norm``, ``gain`` and every oth
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,16 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Products run in the type of what they are given.
+
+    Nothing where autocast is off already: torch's caches of compiled code take no graph with the switch in it.
+    """
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def mean_square(x: Tensor) -> Tensor:
@@ -110,7 +122,7 @@ def modulation(
         m [...], float32 or wider. The projection runs in that type under autocast too.
     """
     dtype = compute_dtype(direction, weight)
-    with torch.autocast(device_type=direction.device.type, enabled=False):
+    with without_autocast(direction.device.type):
         logits = torch.nn.functional.linear(direction.to(dtype), weight.to(dtype), bias.to(dtype))
     return modulation_of_logits(logits, mixture, raw_beta, floor)
 
