@@ -15,7 +15,7 @@ from nagnet.training.probing import open_probe
 EVERY_FIGURE = {
     *("norm_by_depth", "rotation", "relative_update", "gain", "modulation", "temperature", "alignment"),
     *("preferred_directions", "sinks", "attention_maps", "confidence", "reliability", "block_removal", "outliers"),
-    *("skips", "loss", "bits_per_byte", "stream_in_training", "gates_in_training"),
+    *("skips", "loss", "loss_by_scale", "bits_per_byte", "stream_in_training", "gates_in_training"),
 }
 
 
