@@ -1,5 +1,7 @@
 """The compiled step is the step."""
 
+import functools
+import random
 import shutil
 
 import pytest
@@ -54,6 +56,35 @@ def test_equals_the_step_as_it_is(build, options, prompts):
                     torch.testing.assert_close(a[index], b[index], rtol=1e-4, atol=1e-4)
     assert caches[0].lengths == caches[1].lengths
     assert compilations() == 2  # a block, the readout
+
+
+@torch.no_grad()
+def test_with_a_torch_that_cannot_call_graphs_directly(build, monkeypatch):
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **options: functools.partial(compile_function(*a, **options)))
+    model = build(torch.float32, max_seq_len=65)
+    caches = [KeyValueCache(model, 1, 16) for _ in range(2)]
+    for cache in caches:
+        prefill(model, cache, [[3, 1, 4]])
+    for token in range(5):
+        tokens = torch.tensor([[token]])
+        expected, found = decode(model, caches[0], tokens, [1]), decode_compiled(model, caches[1], tokens, [1])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_graphs_without_a_hash_are_not_mixed_up(build):
+    """Torch names these by Python's random numbers, and takes the graph that has the same name."""
+    model = build(torch.bfloat16, max_seq_len=66)
+    cache = KeyValueCache(model, 2, 16)  # of one sequence the gain has no such switch
+    prefill(model, cache, [[3, 1, 4], [1]])
+    with torch.autocast("cpu", torch.bfloat16):  # a switch of autocast has no hash
+        random.seed(0)
+        before = random.getstate()
+        for token in range(3):
+            logits, _ = decode_compiled(model, cache, torch.tensor([[token], [token]]), [1, 1])
+            assert logits.shape == (2, model.config.vocab_size)
+        assert random.getstate() == before
 
 
 @torch.no_grad()

@@ -101,6 +101,8 @@ class _Graph:
             if isinstance(past, LayerPast):
                 _mark_length(past)
         lazy: Any = torch.compile(self._function, fullgraph=True, options=OPTIONS)
+        if not hasattr(lazy, "aot_compile"):  # an older torch: the same graph, found anew at every call
+            return lazy
         state = random.getstate()
         # Torch names a graph that it cannot hash by a random number, and takes it for another of the same number.
         random.seed()
