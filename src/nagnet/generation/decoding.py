@@ -41,6 +41,7 @@ def decode(
         return model.readout(direction, log_norm), log_norm
 
 
+@torch.no_grad()
 def decode_compiled(
     model: Decoder, cache: KeyValueCache, tokens: Int[Tensor, "b one"], counts: Sequence[int]
 ) -> tuple[Float[Tensor, "b v"], Float[Tensor, " b"]]:
@@ -51,9 +52,16 @@ def decode_compiled(
     The first call takes half a minute or so, later calls in other processes less: torch caches what it compiled.
     """
     past = cache.past(counts, tokens.shape[1])
-    dtype, alone = next(model.blocks.parameters()).dtype, past.layers[0].allowed is None
-    replaced = model.skipping is not None and model.skipping.replaced is not None
-    kind = _Kind(model.config, dtype, str(cache.device), ops.get_backend(), len(tokens), alone, replaced)
+    kind = _Kind(
+        model.config,
+        next(model.blocks.parameters()).dtype,
+        model.stream_dtype(),
+        str(cache.device),
+        ops.get_backend(),
+        len(tokens),
+        alone=past.layers[0].allowed is None,
+        replaced_scores=model.skipping is not None and model.skipping.replaced is not None,
+    )
     direction, log_norm = model.trunk(tokens, past=past, run_block=_Runner(kind, model, past)).split()
     cache.advance(counts)
     direction, log_norm = direction[:, 0], log_norm[:, 0]
@@ -65,6 +73,7 @@ class _Kind(NamedTuple):
 
     config: ModelConfig
     dtype: torch.dtype
+    stream_dtype: torch.dtype
     device: str
     backend: str
     batch_size: int

@@ -156,7 +156,7 @@ class Decoder(nn.Module):
         else:
             cos, sin = self.rotary.at(past.positions, past.end)
         updates = self.stream.updates
-        state = self.stream.begin(self.embedding(tokens).to(self._stream_dtype()))
+        state = self.stream.begin(self.embedding(tokens).to(self.stream_dtype()))
         reading, gain = updates[0].read(state), updates[0].gain(state)
         decisions: list[Decision] = []
         checkpointing = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
             self.skipping.observe(decisions, key_mask if past is None else past.is_token)
         return state
 
-    def _stream_dtype(self) -> torch.dtype:
+    def stream_dtype(self) -> torch.dtype:
         """Type of the stream's vectors: that of the products, autocast included; the norm lane is float32 anyway."""
         weight = next(self.blocks.parameters())
         if torch.is_autocast_enabled(weight.device.type):
