@@ -37,13 +37,19 @@ def compilations():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def two_caches(model, prompts, capacity=16):
+    """Caches that hold the prompts, for the step as it is and for the compiled one."""
+    caches = [KeyValueCache(model, len(prompts), capacity) for _ in range(2)]
+    for cache in caches:
+        prefill(model, cache, prompts)
+    return caches
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("options", "prompts"), CASES.values(), ids=CASES)
 def test_equals_the_step_as_it_is(build, options, prompts):
     model = build(torch.float32, max_seq_len=64, **options)
-    caches = [KeyValueCache(model, len(prompts), 64) for _ in range(2)]
-    for cache in caches:
-        prefill(model, cache, prompts)
+    caches = two_caches(model, prompts, 64)
     torch._dynamo.utils.counters.clear()
     for step in range(40):
         counts = [1] * len(prompts) if step != 20 else [1] + [0] * (len(prompts) - 1)
@@ -63,9 +69,7 @@ def test_with_a_torch_that_cannot_call_graphs_directly(build, monkeypatch):
     compile_function = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *a, **options: functools.partial(compile_function(*a, **options)))
     model = build(torch.float32, max_seq_len=65)
-    caches = [KeyValueCache(model, 1, 16) for _ in range(2)]
-    for cache in caches:
-        prefill(model, cache, [[3, 1, 4]])
+    caches = two_caches(model, [[3, 1, 4]])
     for token in range(5):
         tokens = torch.tensor([[token]])
         expected, found = decode(model, caches[0], tokens, [1]), decode_compiled(model, caches[1], tokens, [1])
@@ -76,9 +80,7 @@ def test_with_a_torch_that_cannot_call_graphs_directly(build, monkeypatch):
 def test_graphs_without_a_hash_are_not_mixed_up(build):
     """Torch names a graph with a switch of autocast by Python's random numbers, and takes one of the same name."""
     model = build(torch.bfloat16, max_seq_len=66)
-    caches = [KeyValueCache(model, 2, 16) for _ in range(2)]  # of one sequence the gain has no such switch
-    for cache in caches:
-        prefill(model, cache, [[3, 1, 4], [1]])
+    caches = two_caches(model, [[3, 1, 4], [1]])  # of one sequence the gain has no such switch
     with torch.autocast("cpu", torch.bfloat16):
         random.seed(0)
         before = random.getstate()
@@ -92,9 +94,7 @@ def test_graphs_without_a_hash_are_not_mixed_up(build):
 @torch.no_grad()
 def test_bfloat16(build):
     model = build(torch.bfloat16)
-    caches = [KeyValueCache(model, 1, 16) for _ in range(2)]
-    for cache in caches:
-        prefill(model, cache, [[3, 1, 4]])
+    caches = two_caches(model, [[3, 1, 4]])
     for token in range(5):
         tokens = torch.tensor([[token]])
         expected, found = decode(model, caches[0], tokens, [1]), decode_compiled(model, caches[1], tokens, [1])
