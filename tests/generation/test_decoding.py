@@ -92,6 +92,19 @@ def test_graphs_without_a_hash_are_not_mixed_up(build):
 
 
 @torch.no_grad()
+def test_autocast_is_not_given_a_graph_of_another_type(build):
+    """Nothing is checked when a graph is called: in a wrong type it would read beyond its arguments."""
+    model = build(torch.float32, max_seq_len=67)
+    caches = two_caches(model, [[3, 1, 4]])
+    for token in range(4):
+        tokens = torch.tensor([[token]])
+        expected = decode(model, caches[0], tokens, [1])
+        with torch.autocast("cpu", torch.bfloat16, enabled=token >= 2):
+            found = decode_compiled(model, caches[1], tokens, [1])
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
 def test_bfloat16(build):
     model = build(torch.bfloat16)
     caches = two_caches(model, [[3, 1, 4]])

@@ -149,7 +149,10 @@ def loss_by_scale(scale: ArrayLike, loss: ArrayLike, bins: int = DENSITY_BINS) -
     """Counts tokens by the log of their scale and by their next-token loss.
 
     Args:
-        scale: exp(s_N), [n]. loss: nats, [n].
+        scale: exp(s_N), [n]. loss: nats, [n]. bins: of each of the two.
+
+    Returns:
+        Edges, counts and mean losses; the range of s_N is that of the tokens, that of the loss from 0 to the largest.
 
     Raises:
         UserError: if the lengths differ or are 0, or a value is not finite or a scale not above 0.

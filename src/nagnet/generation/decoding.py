@@ -49,7 +49,7 @@ def decode_compiled(
 
     Where tokens can skip sublayers, a third serves keys and values.
 
-    The first call takes half a minute or so, later calls in other processes less: torch caches what it compiled.
+    The first call takes a quarter of a minute or so, later calls in other processes less: torch caches what it compiled.
     """
     past = cache.past(counts, tokens.shape[1])
     kind = _Kind(
@@ -59,7 +59,6 @@ def decode_compiled(
         str(cache.device),
         ops.get_backend(),
         len(tokens),
-        alone=past.layers[0].allowed is None,
         replaced_scores=model.skipping is not None and model.skipping.replaced is not None,
     )
     direction, log_norm = model.trunk(tokens, past=past, run_block=_Runner(kind, model, past)).split()
@@ -77,7 +76,6 @@ class _Kind(NamedTuple):
     device: str
     backend: str
     batch_size: int
-    alone: bool
     replaced_scores: bool
     d_ff: int = 0
 
