@@ -49,7 +49,7 @@ def decode_compiled(
 
     Where tokens can skip sublayers, a third serves keys and values.
 
-    The first call takes a quarter of a minute or so, later calls in other processes less: torch caches what it compiled.
+    The first call takes some fifteen seconds, later calls in other processes less: torch caches what it compiled.
     """
     past = cache.past(counts, tokens.shape[1])
     kind = _Kind(
