@@ -68,7 +68,7 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         end_token: ends a sequence when it is drawn.
         excluded: tokens that are never drawn and have probability 0.
         names: of the sequences, each of which has random numbers of its own by name; default: their places.
-        compiled: compile the step of one token per sequence on first use (half a minute or so).
+        compiled: compile the step of one token per sequence on first use (some fifteen seconds).
 
     Attributes:
         completions: what was drawn so far, one a sequence.
