@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nagnet.generation import graph
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 
@@ -31,3 +32,17 @@ def build(generator):
 @pytest.fixture
 def tokens(generator):
     return torch.randint(VOCAB_SIZE, (2, 13), generator=generator)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Names of the functions of which graphs of the decoding step were compiled."""
+    names = []
+    compile_graph = graph.Graph._compile
+
+    def compile_and_note(self, *arguments):
+        names.append(self._function.__name__)
+        return compile_graph(self, *arguments)
+
+    monkeypatch.setattr(graph.Graph, "_compile", compile_and_note)
+    return names

@@ -30,7 +30,7 @@ class KeyValueCache:
         model: gives shapes, type and device. batch_size: B, sequences. capacity: positions for each.
 
     Attributes:
-        lengths: tokens of each sequence so far, B numbers.
+        lengths: tokens of each sequence so far, B numbers. device, dtype: of keys and values.
     """
 
     def __init__(self, model: Decoder, batch_size: int, capacity: int):
@@ -39,14 +39,14 @@ class KeyValueCache:
         config = model.config
         weight = next(model.blocks.parameters())
         self.capacity = capacity
-        self.device = weight.device
+        self.device, self.dtype = weight.device, weight.dtype
         windows = config.sliding_windows or (0,)
         self._windows = [windows[layer % len(windows)] for layer in range(config.n_layers)]
         # One more slot than positions, which padding is written to (LayerPast), and one before them that is not used:
         # of a view without an offset a compiler makes a graph of its own, and windows move the offset.
         shape = (batch_size, config.n_kv_heads, capacity + 2, config.head_dim)
         self._keys, self._values = (
-            [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in self._windows] for _ in range(2)
+            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self._windows] for _ in range(2)
         )
         self.lengths = [0] * batch_size
 
@@ -92,8 +92,8 @@ class KeyValueCache:
         layers = []
         for keys, values, window in zip(self._keys, self._values, self._windows, strict=True):
             first, slots, allowed = by_window[window]
-            seen = slice(first + 1, end + 2)
-            layers.append(LayerPast(keys[:, :, seen], values[:, :, seen], slots, allowed))
+            seen = 2, first + 1, end + 1 - first
+            layers.append(LayerPast(keys.narrow(*seen), values.narrow(*seen), slots, allowed))
         return Past(positions, end, layers, is_token)
 
     def advance(self, counts: Sequence[int]) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import random
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from nagnet import ops
 from nagnet.generation.cache import KeyValueCache, extend
+from nagnet.generation.graph import Call
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
-from nagnet.nn.attention import LayerPast, Past
+from nagnet.nn.attention import LayerPast
 from nagnet.typing import Float, Int
-
-# Of the compiler: no condition on arguments is kept, and no size checked before each kernel.
-OPTIONS = {"guard_filter_fn": lambda guards: [False] * len(guards), "size_asserts": False}
 
 Decoding = Callable[[Decoder, KeyValueCache, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
 
@@ -51,20 +47,20 @@ def decode_compiled(
 
     The first call takes some fifteen seconds, later calls in other processes less: torch caches what it compiled.
     """
-    past = cache.past(counts, tokens.shape[1])
     kind = _Kind(
         model.config,
-        next(model.blocks.parameters()).dtype,
+        cache.dtype,
         model.stream_dtype(),
         str(cache.device),
         ops.get_backend(),
         len(tokens),
+        skips=model.skipping is not None,
         replaced_scores=model.skipping is not None and model.skipping.replaced is not None,
     )
-    direction, log_norm = model.trunk(tokens, past=past, run_block=_Runner(kind, model, past)).split()
-    cache.advance(counts)
-    direction, log_norm = direction[:, 0], log_norm[:, 0]
-    return _compiled(_read_out, kind)(model.readout, direction, log_norm), log_norm
+    step = _steps.get(cache)
+    if step is None or step.model is not model or step.kind != kind:
+        step = _steps[cache] = _Step(kind, model)
+    return step(cache, tokens, counts)
 
 
 class _Kind(NamedTuple):
@@ -76,128 +72,96 @@ class _Kind(NamedTuple):
     device: str
     backend: str
     batch_size: int
+    skips: bool
     replaced_scores: bool
     d_ff: int = 0
 
 
-@functools.cache
-def _compiled(function: Callable, kind: _Kind) -> _Graph:
-    """A function compiled for steps of one kind."""
-    # A code object of its own: torch keeps what it learns of a function with its code.
-    return _Graph(types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__))
+class _Step:
+    """The compiled step of one model: which graph each block has, and the tensors that it takes from its modules."""
 
-
-class _Graph:
-    """A function that is compiled at its first call and then called as it is, with nothing of its arguments checked.
-
-    Torch's conditions on a hundred parameters and attributes, and its search for a graph that meets them, would take as
-    long as the residual updates of a block of width 768. Who calls must bring arguments of one `_Kind`.
-    """
-
-    def __init__(self, function: Callable):
-        self._function = function
-        self._run: Callable | None = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        if self._run is None:
-            self._run = self._compile(arguments)
-        return self._run(*arguments)
-
-    def _compile(self, arguments: tuple[Any, ...]) -> Callable:
-        for past in arguments:
-            if isinstance(past, LayerPast):
-                _mark_length(past)
-        lazy: Any = torch.compile(self._function, fullgraph=True, options=OPTIONS)
-        if not hasattr(lazy, "aot_compile"):  # an older torch: the same graph, found anew at every call
-            return lazy
-        state = random.getstate()
-        # Torch names a graph that it cannot hash by a random number, and takes it for another of the same number.
-        random.seed()
-        try:
-            compiled = lazy.aot_compile((arguments, {}))
-        finally:
-            random.setstate(state)
-        compiled.disable_guard_check()
-        return compiled
-
-
-def _mark_length(past: LayerPast) -> None:
-    """Tells the compiler which sizes grow."""
-    for tensor, dim in ((past.keys, 2), (past.values, 2), (past.allowed, 3)):
-        if tensor is not None:
-            torch._dynamo.mark_dynamic(tensor, dim)
-
-
-class _Runner:
-    """Runs the blocks of one step by compiled graphs."""
-
-    def __init__(self, kind: _Kind, model: Decoder, past: Past):
-        self._kind, self._blocks, self._layers = kind, list(model.blocks), past.layers
+    def __init__(self, kind: _Kind, model: Decoder):
+        self.kind, self.model = kind, model
+        blocks: list[Any] = list(model.blocks)
+        updates = list(model.stream.updates)
+        self._readout = Call(_read_out, kind, model.readout)
+        self._first_remember = Call(_remember, kind, blocks[0].attention)
+        self._blocks = []
+        for index, block in enumerate(blocks):
+            # Nobody reads what follows the last block; with any modules for it, all blocks have one graph.
+            follows = index + 1 if index + 1 < len(blocks) else 0
+            modules = (block, updates[2 * index], updates[2 * index + 1], updates[2 * follows])
+            of_block = kind._replace(d_ff=block.mlp.out_proj.in_features)
+            # A branch of a graph cannot read what the graph has written: keys and values come from the graph before.
+            if kind.skips:
+                self._blocks.append(Call(_run_and_remember, of_block, *modules, blocks[follows].attention))
+            else:
+                self._blocks.append(Call(_run_block, of_block, *modules))
+        self._layers: Sequence[LayerPast] = ()
         self._done = 0
 
-    def __call__(self, block: Any, *arguments: Any) -> Any:
-        state, reading, gain, first, second, following, cos, sin, key_mask, past, skips = arguments
-        # Nobody reads what follows the last block; with any update for it, all blocks have one graph.
-        updates = (first, second, first if following is None else following)
-        kind = self._kind._replace(d_ff=block.mlp.out_proj.in_features)
+    def __call__(self, cache: KeyValueCache, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        past = cache.past(counts, tokens.shape[1])
+        self._layers, self._done = past.layers, 0
+        direction, log_norm = self.model.trunk(tokens, past=past, run_block=self._run_block).split()
+        cache.advance(counts)
+        direction, log_norm = direction[:, 0], log_norm[:, 0]
+        return self._readout(direction, log_norm), log_norm
+
+    def _run_block(self, block: Any, *arguments: Any) -> Any:
+        state, reading, gain, _, _, _, cos, sin, _, past, skips = arguments
+        run = self._blocks[self._done]
         self._done += 1
         if skips is None:
-            return _compiled(_run_block, kind)(block, updates, state, reading, gain, cos, sin, key_mask, past, skips)
-        # A branch of a graph cannot read what the graph has written: keys and values come from the graph before.
+            return run(state, reading, gain, cos, sin, past)
         if self._done == 1:
-            _compiled(_remember, kind)(block.attention, reading, cos, sin, past)
-        return _compiled(_run_and_remember, kind)(
-            block,
-            updates,
-            state,
-            reading,
-            gain,
-            cos,
-            sin,
-            key_mask,
-            past._replace(written=True),
-            skips._replace(execution="branched"),
-            *self._next(),
-        )
+            self._first_remember(reading, cos, sin, past)
+        past, skips = past._replace(written=True), skips._replace(execution="branched")
+        return run(state, reading, gain, cos, sin, past, skips, self._next_past())
 
-    def _next(self) -> tuple[Any, LayerPast]:
-        """Attention of the next block and its past; after the last block the first one's, in the slot nobody reads."""
+    def _next_past(self) -> LayerPast:
+        """Past of the next block; after the last block the first one's, in the slot that nobody reads."""
         if self._done < len(self._blocks):
-            return self._blocks[self._done].attention, self._layers[self._done]
+            return self._layers[self._done]
         unread = self._layers[0].keys.shape[2] - 1
-        return self._blocks[0].attention, self._layers[0]._replace(slots=torch.full_like(self._layers[0].slots, unread))
+        return self._layers[0]._replace(slots=torch.full_like(self._layers[0].slots, unread))
+
+
+_steps: WeakKeyDictionary[KeyValueCache, _Step] = WeakKeyDictionary()
 
 
 def _run_block(
     block: Any,
-    updates: Any,
+    first: Any,
+    second: Any,
+    following: Any,
     state: Any,
     reading: Tensor,
     gain: Tensor | None,
     cos: Tensor,
     sin: Tensor,
-    key_mask: None,
     past: LayerPast,
-    skips: Any,
+    skips: Any = None,
 ) -> Any:
-    return block.forward(state, reading, gain, *updates, cos, sin, key_mask, past, skips)
+    return block.forward(state, reading, gain, first, second, following, cos, sin, None, past, skips)
 
 
 def _run_and_remember(
     block: Any,
-    updates: Any,
+    first: Any,
+    second: Any,
+    following: Any,
+    next_attention: Any,
     state: Any,
     reading: Tensor,
     gain: Tensor,
     cos: Tensor,
     sin: Tensor,
-    key_mask: None,
     past: LayerPast,
     skips: Any,
-    next_attention: Any,
     next_past: LayerPast,
 ) -> Any:
-    result = block.forward(state, reading, gain, *updates, cos, sin, key_mask, past, skips)
+    result = _run_block(block, first, second, following, state, reading, gain, cos, sin, past, skips)
     next_attention.remember(result[1], cos, sin, next_past)
     return result
 

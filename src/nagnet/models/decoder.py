@@ -155,7 +155,7 @@ class Decoder(nn.Module):
             cos, sin = self.rotary(tokens.shape[1])
         else:
             cos, sin = self.rotary.at(past.positions, past.end)
-        updates = self.stream.updates
+        updates = list(self.stream.updates)
         state = self.stream.begin(self.embedding(tokens).to(self.stream_dtype()))
         reading, gain = updates[0].read(state), updates[0].gain(state)
         decisions: list[Decision] = []

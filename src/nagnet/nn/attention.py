@@ -289,7 +289,8 @@ class Attention(nn.Module):
         if past is None:
             mixed = causal_attention(q, k, v, self.window, key_mask)
         else:
-            mixed = grouped_attention(q, k, v, past.allowed)
+            # Not k and v: a branch of a graph (run_if_any) is given no tensor that is one slot shorter than another.
+            mixed = grouped_attention(q, *past.seen(), past.allowed)
         return self.out_proj(mixed.transpose(1, 2).flatten(-2))
 
     @between_graphs

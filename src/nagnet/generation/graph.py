@@ -1,0 +1,150 @@
+"""Functions of modules that are compiled once and then called with tensors alone, for what decoding repeats."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch._inductor
+from torch import Tensor, nn
+from torch.export import Dim
+
+from nagnet.nn.attention import LayerPast
+
+OPTIONS = {"size_asserts": False}  # of the compiler: no size is checked before each kernel
+
+
+class Call:
+    """A function of modules and inputs, compiled: its modules are chosen here, its inputs come with each call.
+
+    Args:
+        function: called with the modules and then the inputs, which are tensors, `LayerPast` and nested tuples of both.
+        kind: all that a graph depends on beside the values of tensors and the length of a past. Calls of one function
+            and kind share a graph, whatever their modules.
+        modules: whose parameters and buffers the function reads; as they are now, not what may replace them.
+    """
+
+    def __init__(self, function: Callable, kind: Hashable, *modules: nn.Module):
+        self._graph = _graph_of(function, kind)
+        self._modules = _Applied(modules)
+        named: dict[str, Tensor] = dict(self._modules.named_parameters())
+        named.update(self._modules.named_buffers())
+        self._names, self._tensors = list(named), list(named.values())
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._graph(self._modules, self._names, self._tensors, inputs)
+
+
+@functools.cache
+def _graph_of(function: Callable, kind: Hashable) -> Graph:
+    """The graph of a function for steps of one kind."""
+    return Graph(function)
+
+
+class Graph:
+    """A function that is compiled at its first call, and then called with tensors alone, nothing of which is checked.
+
+    Torch's own way from a call to its graph (conditions on a hundred parameters and attributes, and the search for
+    a graph that meets them) would take longer than the residual updates of a block of width 768. Who calls must bring
+    modules and inputs of one kind.
+    """
+
+    def __init__(self, function: Callable):
+        self._function = function
+        self._run: Callable | None = None
+        self._result: Any = None  # like the function's result, with Tensor in place of each tensor
+
+    def __call__(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> Any:
+        if self._run is None:
+            self._run = self._compile(modules, names, tensors, inputs)
+        return _filled(self._result, iter(self._run(*tensors, *_tensors_in(inputs))))
+
+    def _compile(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> Callable:
+        examples = tuple(_example(value) if isinstance(value, LayerPast) else value for value in inputs)
+        structure = _structure(examples)
+
+        def flat(*values: Tensor) -> list[Tensor]:
+            own = dict(zip(names, values[: len(names)], strict=True))
+            arguments = (self._function, *_filled(structure, iter(values[len(names) :])))
+            # With ties it would swap a module that is here twice two times, and leave the wrong tensors in it.
+            result = torch.func.functional_call(modules, own, arguments, tie_weights=False)
+            self._result = _structure(result)
+            return _tensors_in(result)
+
+        given = (*tensors, *_tensors_in(examples))
+        growing = _growing_sizes(examples)
+        sizes = tuple({growing[id(tensor)]: Dim.DYNAMIC} if id(tensor) in growing else None for tensor in given)
+        graph = torch.export.export(_AsModule(flat), given, dynamic_shapes=(sizes,)).graph_module
+        placeholders = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        return cast(Callable, torch._inductor.compile(graph, placeholders, options=OPTIONS))
+
+
+class _Applied(nn.ModuleList):
+    """Modules that a function is called with, before its inputs."""
+
+    def forward(self, function: Callable, *inputs: Any) -> Any:
+        return function(*self, *inputs)
+
+
+class _AsModule(nn.Module):
+    """A function as a module without parameters."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self._function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self._function(*tensors)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested tuples and lists, or of one tensor, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    found = []
+    for part in value if isinstance(value, (tuple, list)) else ():
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (tuple, list)):
+            found += _tensors_in(part)
+    return found
+
+
+def _structure(value: Any) -> Any:
+    """Nested tuples and lists with the class Tensor in place of each tensor."""
+    if isinstance(value, Tensor):
+        return Tensor
+    return _like(value, [_structure(part) for part in value]) if isinstance(value, (tuple, list)) else value
+
+
+def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
+    """A structure with tensors again."""
+    if structure is Tensor:
+        return next(tensors)
+    if not isinstance(structure, (tuple, list)):
+        return structure
+    return _like(structure, [next(tensors) if part is Tensor else _filled(part, tensors) for part in structure])
+
+
+def _like(example: Any, parts: list) -> Any:
+    """Parts as a list, tuple or named tuple."""
+    return example._make(parts) if hasattr(example, "_make") else type(example)(parts)
+
+
+def _example(past: LayerPast) -> LayerPast:
+    """A past of several slots, to compile for any number: what is compiled for one slot serves no other number."""
+    batch_size, heads, _, width = past.keys.shape
+    keys, values = (past.keys.new_empty(batch_size, heads, 10, width).narrow(2, 1, 8) for _ in range(2))
+    allowed = None if past.allowed is None else past.allowed.new_ones(*past.allowed.shape[:3], 7)
+    return past._replace(keys=keys, values=values, allowed=allowed)
+
+
+def _growing_sizes(inputs: Sequence[Any]) -> dict[int, int]:
+    """By the id of a tensor, which of its sizes grows with the cache."""
+    growing = {}
+    for past in inputs:
+        if isinstance(past, LayerPast):
+            growing.update({id(past.keys): 2, id(past.values): 2, id(past.allowed): 3})
+    return growing
