@@ -10,6 +10,7 @@ from nagnet.benchmarks import decoding, residual_update, skipping, training_loop
 from nagnet.benchmarks.timing import interleave, kept_bytes, machine
 from nagnet.cli.application import run
 from nagnet.errors import UserError
+from nagnet.generation import graph
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.ops import fused

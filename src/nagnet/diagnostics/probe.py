@@ -168,7 +168,7 @@ def observe_decisions(model: Any, observer: Callable[[list[Decision]], None]) ->
     skipping = getattr(model, "skipping", None)
 
     def watched(skipping: nn.Module, observe: Callable) -> Callable:
-        return lambda decisions, counted=None: observer(decisions)
+        return lambda decisions, *counted, **options: observer(decisions)
 
     with measuring(model), _replaced([] if skipping is None else [skipping], "observe", watched):
         yield

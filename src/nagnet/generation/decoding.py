@@ -45,7 +45,7 @@ def decode_compiled(
 
     Where tokens can skip sublayers, a third serves keys and values.
 
-    The first call takes some fifteen seconds, later calls in other processes less: torch caches what it compiled.
+    The first call takes some fifteen seconds, in later processes five: torch caches what it compiled.
     """
     kind = _Kind(
         model.config,

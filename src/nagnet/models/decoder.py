@@ -181,7 +181,7 @@ class Decoder(nn.Module):
             )
             decisions += decided
         if self.skipping is not None:
-            self.skipping.observe(decisions, key_mask if past is None else past.is_token)
+            self.skipping.observe(decisions, key_mask if past is None else past.is_token, with_scores=past is None)
         return state
 
     def stream_dtype(self) -> torch.dtype:

@@ -193,7 +193,8 @@ class Skipping(Float32Module):
 
     Attributes:
         threshold: float32 scalar; below 0 nothing is skipped.
-        counts: int64 [2, N], tokens that came to each sublayer, and that ran it. histogram: of their scores.
+        counts: int64 [2, N], tokens that came to each sublayer, and that ran it. histogram: of the scores of passes
+            without a cache.
         execution: as in `Decision`.
         replaced: called with the index of a block and [B, T], gives scores [2, B, T] in place of the rotation scores;
             for controls.
@@ -242,19 +243,24 @@ class Skipping(Float32Module):
             self._counted = None
 
     @torch.no_grad()
-    def observe(self, decisions: list[Decision], counted: Tensor | None = None) -> None:
+    def observe(self, decisions: list[Decision], counted: Tensor | None = None, with_scores: bool = True) -> None:
         """Adds the decisions of all sublayers to the counts.
 
         Args:
             counted: bool [B, T], False for padding; None: all are tokens.
+            with_scores: whether to add the scores to the histogram, which takes longer than a step of one token should.
         """
-        scores = torch.stack([decision.scores for decision in decisions]).flatten(1)
         run = torch.stack([decision.run for decision in decisions]).flatten(1)
         counted = counted if self._counted is None else self._counted
         if counted is not None:
-            scores, run = scores[:, counted.flatten()], run[:, counted.flatten()]
-        self.counts[0] += scores.shape[1]
+            run = run & counted.flatten()
+        self.counts[0] += run.shape[1] if counted is None else counted.sum()
         self.counts[1] += run.sum(dim=1)
+        if not with_scores:
+            return
+        scores = torch.stack([decision.scores for decision in decisions]).flatten(1)
+        if counted is not None:
+            scores = scores[:, counted.flatten()]
         bins = (scores.flatten() * SCORE_BINS).long().clamp(0, SCORE_BINS - 1)
         self.histogram += torch.bincount(bins, minlength=SCORE_BINS)
 

@@ -30,8 +30,8 @@ def matvec(x: Float[Tensor, "*batch i"], weight: Float[Tensor, "o i"]) -> Float[
         [..., o] in the type of ``x``.
     """
     dtype = compute_dtype(x, weight)
-    # As if of unknown layout: so a compiler computes x once, and not again for each of the o outputs.
-    row = x.flatten().contiguous().as_strided((x.shape[-1],), (1,)).to(dtype)
+    # As if of unknown layout: so a compiler computes and widens x once, and not again for each of the o outputs.
+    row = x.flatten().to(dtype).contiguous().as_strided((x.shape[-1],), (1,))
     parts = weight.chunk(STREAMS if weight.shape[0] % STREAMS == 0 else 1)
     product = torch.cat([(part.to(dtype) * row).sum(dim=-1) for part in parts])
     return product.to(x.dtype).view(*x.shape[:-1], -1)
