@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import nagnet
+from nagnet import ops
 from nagnet.errors import UserError
+from nagnet.generation import graph
 from nagnet.generation.engine import TokenStream, generate, generate_stream
 from nagnet.generation.sampler import Sampling
 
@@ -146,6 +148,20 @@ def test_a_model_compiled_for_training_is_run_as_it_is(build):
     torch._dynamo.utils.counters.clear()
     assert generate(model, PROMPTS, 4) == expected
     assert not torch._dynamo.utils.counters["stats"]
+
+
+def test_without_a_compiler_the_step_is_run_as_it_is(build, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no compiler")
+
+    model = build()
+    expected = generate(model, PROMPTS, 4)
+    monkeypatch.setattr(graph.Graph, "_compile", fail)
+    monkeypatch.setattr(ops, "compiler_works", lambda: False)
+    assert generate(model, PROMPTS, 4, compiled=True) == expected
+    monkeypatch.setattr(ops, "compiler_works", lambda: True)  # an error that has another reason is not hidden
+    with pytest.raises(RuntimeError, match="no compiler"):
+        generate(model, PROMPTS, 4, compiled=True)
 
 
 def test_nothing_of_the_model_changes(build):

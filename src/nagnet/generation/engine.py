@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nagnet import ops
 from nagnet.errors import UserError
 from nagnet.generation.cache import KeyValueCache, prefill
 from nagnet.generation.decoding import Decoding, decode, decode_compiled
@@ -68,7 +69,8 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         end_token: ends a sequence when it is drawn.
         excluded: tokens that are never drawn and have probability 0.
         names: of the sequences, each of which has random numbers of its own by name; default: their places.
-        compiled: compile the step of one token per sequence on first use (some fifteen seconds).
+        compiled: compile the step of one token per sequence on first use (some fifteen seconds). Where no compiler
+            works, a warning says why, and the step is run as it is.
 
     Attributes:
         completions: what was drawn so far, one a sequence.
@@ -175,7 +177,13 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
     def _step(self, cache: KeyValueCache) -> tuple[Tensor, Tensor]:
         counts = [int(completion.finish is None) for completion in self.completions]
         tokens = torch.tensor(self._last, device=cache.device).unsqueeze(1)
-        return self._decoding(self._model, cache, tokens, counts)
+        try:
+            return self._decoding(self._model, cache, tokens, counts)
+        except Exception:
+            if self._decoding is decode or ops.compiler_works():
+                raise
+        self._decoding = decode  # nothing was written yet, and `compiler_works` has given the reason
+        return decode(self._model, cache, tokens, counts)
 
 
 def generate(
