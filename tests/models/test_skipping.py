@@ -99,7 +99,7 @@ def test_prefix(skipping, generator, training, execution):
     model = skipping().train(training)
     model.skipping.execution = execution
     seen = []
-    model.skipping.observe = lambda decisions, counted=None: seen.append(torch.stack([d.run for d in decisions]))
+    model.skipping.observe = lambda decisions, *counted, **options: seen.append(torch.stack([d.run for d in decisions]))
     tokens = torch.randint(32, (2, 64), generator=generator)
     with torch.set_grad_enabled(training):
         logits = model(tokens)
