@@ -27,8 +27,8 @@ ROLES = {
     "scalar": "encode gain, learned scales, norms, biases and convolution kernels",
 }
 # Of Muon. Best of 0.01, 0.02, 0.04 for each at 24 blocks (records/0004-tuned-pair), and better than half of it at 16
-# blocks (records/0009-demo). A stream of norm 1 does not mind how large a branch has grown. Pre-norm wants less than 0.01 in
-# short runs of deep models (docs/findings.md).
+# blocks (records/0009-demo). A stream of norm 1 does not mind how large a branch has grown. Pre-norm wants less
+# than 0.01 in short runs of deep models (docs/findings.md).
 MATRIX_RATES = {"norm_agnostic": 0.04, "others": 0.01}
 UNDECAYED = ("gate", "scalar")
 WIDTH_SCALED_RATES = ("embedding_lr", "free_head_lr", "unit_head_lr")
