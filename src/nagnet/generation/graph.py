@@ -14,6 +14,7 @@ from torch.export import Dim
 from nagnet.nn.attention import LayerPast
 
 OPTIONS = {"size_asserts": False}  # of the compiler: no size is checked before each kernel
+EXAMPLE_SLOTS = 7  # S of the past that a graph is traced with; any number that no other size is likely to have
 
 
 class Call:
@@ -134,10 +135,14 @@ def _like(example: Any, parts: list) -> Any:
 
 
 def _example(past: LayerPast) -> LayerPast:
-    """A past of several slots, to compile for any number: what is compiled for one slot serves no other number."""
+    """A past of several slots, to compile for any number: what is compiled for one slot serves no other number.
+
+    Like that of a cache, keys and values are views of a longer tensor, so that no stride follows from a size.
+    """
     batch_size, heads, _, width = past.keys.shape
-    keys, values = (past.keys.new_empty(batch_size, heads, 10, width).narrow(2, 1, 8) for _ in range(2))
-    allowed = None if past.allowed is None else past.allowed.new_ones(*past.allowed.shape[:3], 7)
+    slots = EXAMPLE_SLOTS
+    keys, values = (past.keys.new_empty(batch_size, heads, slots + 3, width).narrow(2, 1, slots + 1) for _ in range(2))
+    allowed = None if past.allowed is None else past.allowed.new_ones(*past.allowed.shape[:3], slots)
     return past._replace(keys=keys, values=values, allowed=allowed)
 
 
