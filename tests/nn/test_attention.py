@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nagnet.nn.attention import Attention, causal_attention
+from nagnet.nn.attention import Attention, causal_attention, one_query_attention
 from nagnet.nn.rotary import RotaryTable, apply_rotary
 
 
@@ -99,6 +99,20 @@ def test_strides_do_not_matter(qkv):
     q, k, v = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in qkv(n_kv_heads=2))
     assert not q.is_contiguous()
     torch.testing.assert_close(causal_attention(q, k, v).double(), naive_attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str
+)
+def test_one_query_equals_naive_softmax(qkv, n_kv_heads, window, dtype, tolerance):
+    q, k, v = qkv(n_kv_heads=n_kv_heads, dtype=dtype)
+    allowed = None if window is None else (torch.arange(9) >= 9 - window).expand(2, 1, 1, 9)
+    mixed = one_query_attention(q[:, :, -1:], k, v, allowed)
+    assert mixed.dtype == dtype
+    expected = naive_attention(q, k, v, window or 0)[:, :, -1:]
+    torch.testing.assert_close(mixed.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ class _Step:
         self.kind, self.model = kind, model
         blocks: list[Any] = list(model.blocks)
         updates = list(model.stream.updates)
+        self._enter = Call(_enter, kind, model.stream)
         self._readout = Call(_read_out, kind, model.readout)
         self._first_remember = Call(_remember, kind, blocks[0].attention)
         self._blocks = []
@@ -103,7 +104,9 @@ class _Step:
     def __call__(self, cache: KeyValueCache, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         past = cache.past(counts, tokens.shape[1])
         self._layers, self._done = past.layers, 0
-        direction, log_norm = self.model.trunk(tokens, past=past, run_block=self._run_block).split()
+        direction, log_norm = self.model.trunk(
+            tokens, past=past, run_block=self._run_block, enter=self._enter
+        ).split()
         cache.advance(counts)
         direction, log_norm = direction[:, 0], log_norm[:, 0]
         return self._readout(direction, log_norm), log_norm
@@ -168,6 +171,10 @@ def _run_and_remember(
 
 def _remember(attention: Any, reading: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> None:
     attention.remember(reading, cos, sin, past)
+
+
+def _enter(stream: Any, embedding: Tensor) -> Any:
+    return stream.enter(embedding)
 
 
 def _read_out(readout: Any, direction: Tensor, log_norm: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -55,12 +57,14 @@ class Graph:
     def __init__(self, function: Callable):
         self._function = function
         self._run: Callable | None = None
+        self._used: list[bool] = []  # of the tensors that it is called with, which the graph reads
         self._result: Any = None  # like the function's result, with Tensor in place of each tensor
 
     def __call__(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> Any:
         if self._run is None:
             self._run = self._compile(modules, names, tensors, inputs)
-        return _filled(self._result, iter(self._run(*tensors, *_tensors_in(inputs))))
+        values = compress((*tensors, *_tensors_in(inputs)), self._used)
+        return _filled(self._result, iter(self._run(*values)))
 
     def _compile(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> Callable:
         examples = tuple(_example(value) if isinstance(value, LayerPast) else value for value in inputs)
@@ -78,8 +82,13 @@ class Graph:
         growing = _growing_sizes(examples)
         sizes = tuple({growing[id(tensor)]: Dim.DYNAMIC} if id(tensor) in growing else None for tensor in given)
         graph = torch.export.export(_AsModule(flat), given, dynamic_shapes=(sizes,)).graph_module
-        placeholders = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-        return cast(Callable, torch._inductor.compile(graph, placeholders, options=OPTIONS))
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._used = [bool(node.users) for node in placeholders]
+        for node in compress(placeholders, map(operator.not_, self._used)):
+            graph.graph.erase_node(node)
+        graph.recompile()
+        examples = [node.meta["val"] for node in compress(placeholders, self._used)]
+        return cast(Callable, torch._inductor.compile(graph, examples, options=OPTIONS))
 
 
 class _Applied(nn.ModuleList):

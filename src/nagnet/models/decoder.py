@@ -129,6 +129,7 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         past: Past | None = None,
         run_block: Callable[..., Any] | None = None,
+        enter: Callable[[Tensor], Any] | None = None,
     ) -> Any:
         """Runs all blocks.
 
@@ -137,6 +138,7 @@ class Decoder(nn.Module):
             past: earlier tokens of the same sequences, which the layers see and to which they add these
                 (`nagnet.generation.cache`). It has a mask of its own: no ``key_mask`` beside it.
             run_block: called with a block and its arguments, in place of the block.
+            enter: called with the embeddings, in place of `ResidualStream.enter`.
 
         Returns:
             The state of the residual stream after the last update; ``.split()`` gives direction and log norm.
@@ -156,8 +158,8 @@ class Decoder(nn.Module):
         else:
             cos, sin = self.rotary.at(past.positions, past.end)
         updates = list(self.stream.updates)
-        state = self.stream.begin(self.embedding(tokens).to(self.stream_dtype()))
-        reading, gain = updates[0].read(state), updates[0].gain(state)
+        enter = self.stream.enter if enter is None else enter
+        state, reading, gain = enter(self.embedding(tokens).to(self.stream_dtype()))
         decisions: list[Decision] = []
         checkpointing = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):

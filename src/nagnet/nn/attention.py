@@ -13,6 +13,7 @@ from nagnet.nn.rotary import apply_rotary
 from nagnet.nn.scale import LearnedScale
 from nagnet.nn.skip import Decision, between_graphs, drop_skipped, nobody_needs, run_if_any, running_rows, spread, take
 from nagnet.ops import reference
+from nagnet.ops.matvec import computed_once
 from nagnet.typing import Bool, Float
 
 QUERY_CHUNK = 128  # queries whose scores are formed at a time: the keys after the last of them cost nothing
@@ -76,11 +77,34 @@ def grouped_attention(
         q: [B, H, T, k]. k, v: [B, G, S, k], G dividing H; never copied for the heads of a group.
         allowed: bool [B, 1, T, S], at least one key a query; None: every query sees all.
     """
+    if q.shape[2] == 1 and q.device.type == "cpu" and torch.compiler.is_compiling():
+        return one_query_attention(q, k, v, allowed)
     heads = q.shape[1] // k.shape[1]
     if allowed is not None and q.shape[2] > 1:
         allowed = allowed.repeat(1, 1, heads, 1)
     queries = q.reshape(q.shape[0], k.shape[1], heads * q.shape[2], q.shape[3])
     return nn.functional.scaled_dot_product_attention(queries, k, v, attn_mask=allowed).reshape(q.shape)
+
+
+def one_query_attention(
+    q: Float[Tensor, "b h one k"],
+    k: Float[Tensor, "b g s k"],
+    v: Float[Tensor, "b g s k"],
+    allowed: Tensor | None = None,
+) -> Float[Tensor, "b h one k"]:
+    """`grouped_attention` of one query a sequence, formed in float32 or wider; to be traced by a compiler.
+
+    For one query the library's kernel takes two to three times as long as reading the keys and values, in bfloat16
+    more; the loops that a compiler makes of this stay near it (records/0013-decoding).
+    """
+    dtype = reference.compute_dtype(q, k, v)
+    queries = q.to(dtype).unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5  # [B, G, H/G, 1, k]
+    scores = (computed_once(queries) * k.to(dtype).unsqueeze(2)).sum(dim=-1)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)  # [B, 1, 1, S] against [B, G, H/G, S]
+    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))  # of a softmax, but for their sum
+    mixed = (weights.unsqueeze(-1) * v.to(dtype).unsqueeze(2)).sum(dim=-2)
+    return (mixed / weights.sum(dim=-1, keepdim=True)).to(q.dtype).view(q.shape)
 
 
 def causal_mask(

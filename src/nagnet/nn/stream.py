@@ -145,6 +145,15 @@ class ResidualStream(Float32Module):
         """Starts the stream from token embeddings [..., d], brought to RMS 1 first."""
         return self.updates[0].begin(reference.rms_norm(embedding))
 
+    def enter(self, embedding: Float[Tensor, "*batch d"]) -> tuple[Any, Tensor, Tensor | None]:
+        """``begin`` followed by the first update's ``read`` and ``gain``.
+
+        Returns:
+            The state, the first sublayer's reading [..., d], and its gain [...] or None.
+        """
+        state, first = self.begin(embedding), self.updates[0]
+        return state, first.read(state), first.gain(state)
+
     def set_injection(self, scale: float) -> None:
         """Multiplies every gain by ``scale`` from now on; without effect for rules that have no gain."""
         set_injection(self, scale)

@@ -16,6 +16,12 @@ def is_one_row(x: Float[Tensor, "*batch i"]) -> bool:
     return torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
 
 
+def computed_once(x: Tensor) -> Tensor:
+    """``x`` as if of unknown layout: so a compiler computes it before what reads it, and not again at every reading."""
+    x = x.contiguous()
+    return x.as_strided(x.shape, x.stride())
+
+
 def matvec(x: Float[Tensor, "*batch i"], weight: Float[Tensor, "o i"]) -> Float[Tensor, "*batch o"]:
     """``x W^T`` for a single row, formed and added in float32 or wider; to be traced by a compiler.
 
@@ -30,8 +36,7 @@ def matvec(x: Float[Tensor, "*batch i"], weight: Float[Tensor, "o i"]) -> Float[
         [..., o] in the type of ``x``.
     """
     dtype = compute_dtype(x, weight)
-    # As if of unknown layout: so a compiler computes and widens x once, and not again for each of the o outputs.
-    row = x.flatten().to(dtype).contiguous().as_strided((x.shape[-1],), (1,))
+    row = computed_once(x.flatten().to(dtype))  # and not again for each of the o outputs
     parts = weight.chunk(STREAMS if weight.shape[0] % STREAMS == 0 else 1)
     product = torch.cat([(part.to(dtype) * row).sum(dim=-1) for part in parts])
     return product.to(x.dtype).view(*x.shape[:-1], -1)
