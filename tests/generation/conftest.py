@@ -38,11 +38,11 @@ def tokens(generator):
 def compilations(monkeypatch):
     """Names of the functions of which graphs of the decoding step were compiled."""
     names = []
-    compile_graph = graph.Graph._compile
+    compile_graph = graph.Graph.compile
 
     def compile_and_note(self, *arguments):
         names.append(self._function.__name__)
         return compile_graph(self, *arguments)
 
-    monkeypatch.setattr(graph.Graph, "_compile", compile_and_note)
+    monkeypatch.setattr(graph.Graph, "compile", compile_and_note)
     return names

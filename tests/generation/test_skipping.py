@@ -158,7 +158,7 @@ def test_compiled_steps(skipping, compilations):
         ran.add(int(model.skipping.counts[1].sum()))
         torch.testing.assert_close(decode_compiled(model, caches[1], tokens, [1]), expected, rtol=1e-4, atol=1e-4)
     assert len(ran) > 1
-    assert compilations == ["_remember", "_run_and_remember", "_read_out"]
+    assert compilations == ["_enter", "_remember", "_run_and_remember", "_read_out"]
     expected = generate(model, [[1, 2, 3], [4]], 20, temperature=0)
     found = generate(model, [[1, 2, 3], [4]], 20, temperature=0, compiled=True)
     assert [completion.ids[:5] for completion in found] == [completion.ids[:5] for completion in expected]

@@ -117,13 +117,11 @@ def extend(
     cache: KeyValueCache,
     tokens: Int[Tensor, "b t"],
     counts: Sequence[int] | None = None,
-    run_block: Any = None,
 ) -> Any:
     """Runs the blocks on further tokens of the cached sequences.
 
     Args:
         tokens: [B, T]. counts: how many of each row are tokens, from the left; the rest is padding. None: all.
-        run_block: as in `Decoder.trunk`.
 
     Returns:
         The state of the stream [B, T] after the last update, as `Decoder.trunk`; rows of padding mean nothing.
@@ -132,7 +130,7 @@ def extend(
         UserError: if the cache is full.
     """
     counts = [tokens.shape[1]] * tokens.shape[0] if counts is None else counts
-    state = model.trunk(tokens, past=cache.past(counts, tokens.shape[1]), run_block=run_block)
+    state = model.trunk(tokens, past=cache.past(counts, tokens.shape[1]))
     cache.advance(counts)
     return state
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from nagnet import ops
 from nagnet.generation.cache import KeyValueCache, extend
-from nagnet.generation.graph import Call
+from nagnet.generation.graph import Call, like, tensors_in
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
-from nagnet.nn.attention import LayerPast
+from nagnet.nn.attention import LayerPast, Past
+from nagnet.nn.skip import Skipping
 from nagnet.typing import Float, Int
 
 Decoding = Callable[[Decoder, KeyValueCache, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
@@ -85,8 +86,8 @@ class _Step:
         blocks: list[Any] = list(model.blocks)
         updates = list(model.stream.updates)
         self._enter = Call(_enter, kind, model.stream)
-        self._readout = Call(_read_out, kind, model.readout)
-        self._first_remember = Call(_remember, kind, blocks[0].attention)
+        self._remember = Call(_remember, kind, blocks[0].attention)
+        self._read_out = Call(_read_out, kind, model.readout)
         self._blocks = []
         for index, block in enumerate(blocks):
             # Nobody reads what follows the last block; with any modules for it, all blocks have one graph.
@@ -98,39 +99,45 @@ class _Step:
                 self._blocks.append(Call(_run_and_remember, of_block, *modules, blocks[follows].attention))
             else:
                 self._blocks.append(Call(_run_block, of_block, *modules))
-        self._layers: Sequence[LayerPast] = ()
-        self._done = 0
 
     def __call__(self, cache: KeyValueCache, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Blocks are called with the plain tensors that the block before has returned: what Python does between two
+        graphs waits for its own code, which the weights have driven out of the processor's caches."""
+        model, skipping = self.model, self.model.skipping
         past = cache.past(counts, tokens.shape[1])
-        self._layers, self._done = past.layers, 0
-        direction, log_norm = self.model.trunk(
-            tokens, past=past, run_block=self._run_block, enter=self._enter
-        ).split()
+        cos, sin = model.rotary.at(past.positions, past.end)
+        example = state, reading, _ = self._enter(model.embed(tokens))
+        carried, runs = tensors_in(example), []
+        if skipping is not None:
+            self._remember(reading, cos, sin, past.layers[0])
+        for index, run in enumerate(self._blocks):
+            further = (past.layers[index],) if skipping is None else self._skips(skipping, index, past, tokens.shape)
+            run.prepare(*example, cos, sin, *further)
+            found = run.run([*carried, cos, sin, *tensors_in(further)])
+            carried, decided = found[: len(carried)], found[len(carried) :]
+            runs += decided
+        if skipping is not None:
+            skipping.count(runs, past.is_token)
         cache.advance(counts)
-        direction, log_norm = direction[:, 0], log_norm[:, 0]
-        return self._readout(direction, log_norm), log_norm
+        return self._read_out(like(state, carried[: len(state)]))
 
-    def _run_block(self, block: Any, *arguments: Any) -> Any:
-        state, reading, gain, _, _, _, cos, sin, _, past, skips = arguments
-        run = self._blocks[self._done]
-        self._done += 1
-        if skips is None:
-            return run(state, reading, gain, cos, sin, past)
-        if self._done == 1:
-            self._first_remember(reading, cos, sin, past)
-        past, skips = past._replace(written=True), skips._replace(execution="branched")
-        return run(state, reading, gain, cos, sin, past, skips, self._next_past())
+    def _skips(self, skipping: Skipping, index: int, past: Past, shape: torch.Size) -> tuple[Any, ...]:
+        """What a block takes that can skip: its past, written already, how to decide, and the past of the next block.
 
-    def _next_past(self) -> LayerPast:
-        """Past of the next block; after the last block the first one's, in the slot that nobody reads."""
-        if self._done < len(self._blocks):
-            return self._layers[self._done]
-        unread = self._layers[0].keys.shape[2] - 1
-        return self._layers[0]._replace(slots=torch.full_like(self._layers[0].slots, unread))
+        After the last block that is the first one's, in the slot that nobody reads.
+        """
+        layers = past.layers
+        if index + 1 < len(layers):
+            following = layers[index + 1]
+        else:
+            unread = layers[0].keys.shape[2] - 1
+            following = layers[0]._replace(slots=torch.full_like(layers[0].slots, unread))
+        in_force = skipping.in_force(index, shape)._replace(execution="branched")
+        return layers[index]._replace(written=True), in_force, following
 
 
-_steps: WeakKeyDictionary[KeyValueCache, _Step] = WeakKeyDictionary()
+def _enter(stream: Any, embedding: Tensor) -> Any:
+    return stream.enter(embedding)
 
 
 def _run_block(
@@ -146,7 +153,8 @@ def _run_block(
     past: LayerPast,
     skips: Any = None,
 ) -> Any:
-    return block.forward(state, reading, gain, first, second, following, cos, sin, None, past, skips)
+    *carried, decisions = block.forward(state, reading, gain, first, second, following, cos, sin, None, past, skips)
+    return *carried, [decision.run for decision in decisions]
 
 
 def _run_and_remember(
@@ -173,9 +181,10 @@ def _remember(attention: Any, reading: Tensor, cos: Tensor, sin: Tensor, past: L
     attention.remember(reading, cos, sin, past)
 
 
-def _enter(stream: Any, embedding: Tensor) -> Any:
-    return stream.enter(embedding)
+def _read_out(readout: Any, state: Any) -> tuple[Tensor, Tensor]:
+    direction, log_norm = state.split()
+    direction, log_norm = direction[:, 0], log_norm[:, 0]
+    return readout(direction, log_norm), log_norm
 
 
-def _read_out(readout: Any, direction: Tensor, log_norm: Tensor) -> Tensor:
-    return readout(direction, log_norm)
+_steps: WeakKeyDictionary[KeyValueCache, _Step] = WeakKeyDictionary()

@@ -36,8 +36,19 @@ class Call:
         named.update(self._modules.named_buffers())
         self._names, self._tensors = list(named), list(named.values())
 
+    def prepare(self, *inputs: Any) -> None:
+        """Compiles the graph unless it is there, for inputs like these."""
+        if self._graph.run is None:
+            self._graph.compile(self._modules, self._names, self._tensors, inputs)
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Calls the graph with all tensors of the inputs, in order, and returns those of the result; checks nothing."""
+        return self._graph([*self._tensors, *inputs])
+
     def __call__(self, *inputs: Any) -> Any:
-        return self._graph(self._modules, self._names, self._tensors, inputs)
+        """What the function returns."""
+        self.prepare(*inputs)
+        return _filled(self._graph.result, iter(self.run(tensors_in(inputs))))
 
 
 @functools.cache
@@ -56,17 +67,16 @@ class Graph:
 
     def __init__(self, function: Callable):
         self._function = function
-        self._run: Callable | None = None
+        self.run: Callable | None = None
         self._used: list[bool] = []  # of the tensors that it is called with, which the graph reads
-        self._result: Any = None  # like the function's result, with Tensor in place of each tensor
+        self.result: Any = None  # like the function's result, with Tensor in place of each tensor
 
-    def __call__(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> Any:
-        if self._run is None:
-            self._run = self._compile(modules, names, tensors, inputs)
-        values = compress((*tensors, *_tensors_in(inputs)), self._used)
-        return _filled(self._result, iter(self._run(*values)))
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        assert self.run is not None
+        return self.run(*compress(tensors, self._used))
 
-    def _compile(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> Callable:
+    def compile(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> None:
+        """Makes the graph of the function for these modules, their tensors by name, and inputs."""
         examples = tuple(_example(value) if isinstance(value, LayerPast) else value for value in inputs)
         structure = _structure(examples)
 
@@ -75,10 +85,10 @@ class Graph:
             arguments = (self._function, *_filled(structure, iter(values[len(names) :])))
             # With ties it would swap a module that is here twice two times, and leave the wrong tensors in it.
             result = torch.func.functional_call(modules, own, arguments, tie_weights=False)
-            self._result = _structure(result)
-            return _tensors_in(result)
+            self.result = _structure(result)
+            return tensors_in(result)
 
-        given = (*tensors, *_tensors_in(examples))
+        given = (*tensors, *tensors_in(examples))
         growing = _growing_sizes(examples)
         sizes = tuple({growing[id(tensor)]: Dim.DYNAMIC} if id(tensor) in growing else None for tensor in given)
         graph = torch.export.export(_AsModule(flat), given, dynamic_shapes=(sizes,)).graph_module
@@ -88,7 +98,7 @@ class Graph:
             graph.graph.erase_node(node)
         graph.recompile()
         examples = [node.meta["val"] for node in compress(placeholders, self._used)]
-        return cast(Callable, torch._inductor.compile(graph, examples, options=OPTIONS))
+        self.run = cast(Callable, torch._inductor.compile(graph, examples, options=OPTIONS))
 
 
 class _Applied(nn.ModuleList):
@@ -109,7 +119,7 @@ class _AsModule(nn.Module):
         return self._function(*tensors)
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """All tensors of nested tuples and lists, or of one tensor, in order."""
     if isinstance(value, Tensor):
         return [value]
@@ -118,7 +128,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
         if isinstance(part, Tensor):
             found.append(part)
         elif isinstance(part, (tuple, list)):
-            found += _tensors_in(part)
+            found += tensors_in(part)
     return found
 
 
@@ -126,7 +136,7 @@ def _structure(value: Any) -> Any:
     """Nested tuples and lists with the class Tensor in place of each tensor."""
     if isinstance(value, Tensor):
         return Tensor
-    return _like(value, [_structure(part) for part in value]) if isinstance(value, (tuple, list)) else value
+    return like(value, [_structure(part) for part in value]) if isinstance(value, (tuple, list)) else value
 
 
 def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
@@ -135,10 +145,10 @@ def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors)
     if not isinstance(structure, (tuple, list)):
         return structure
-    return _like(structure, [next(tensors) if part is Tensor else _filled(part, tensors) for part in structure])
+    return like(structure, [next(tensors) if part is Tensor else _filled(part, tensors) for part in structure])
 
 
-def _like(example: Any, parts: list) -> Any:
+def like(example: Any, parts: list) -> Any:
     """Parts as a list, tuple or named tuple."""
     return example._make(parts) if hasattr(example, "_make") else type(example)(parts)
 

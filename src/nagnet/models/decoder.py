@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -128,8 +127,6 @@ class Decoder(nn.Module):
         tokens: Int[Tensor, "b t"],
         key_mask: Tensor | None = None,
         past: Past | None = None,
-        run_block: Callable[..., Any] | None = None,
-        enter: Callable[[Tensor], Any] | None = None,
     ) -> Any:
         """Runs all blocks.
 
@@ -137,36 +134,25 @@ class Decoder(nn.Module):
             tokens: [B, T] integers below vocab_size. key_mask: bool [B, T], False hides a position from all others.
             past: earlier tokens of the same sequences, which the layers see and to which they add these
                 (`nagnet.generation.cache`). It has a mask of its own: no ``key_mask`` beside it.
-            run_block: called with a block and its arguments, in place of the block.
-            enter: called with the embeddings, in place of `ResidualStream.enter`.
 
         Returns:
             The state of the residual stream after the last update; ``.split()`` gives direction and log norm.
 
         Raises:
-            UserError: for a token outside the vocabulary (checked on CPU; an accelerator raises its own error).
+            UserError: for tokens that `embed` does not take.
         """
-        if tokens.dim() != 2:
-            raise UserError(f"tokens have shape {tuple(tokens.shape)}; give [batch, time]")
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            low, high = int(tokens.min()), int(tokens.max())
-            if low < 0 or high >= self.config.vocab_size:
-                wrong = low if low < 0 else high
-                raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
+        embedding = self.embed(tokens)
         if past is None:
             cos, sin = self.rotary(tokens.shape[1])
         else:
             cos, sin = self.rotary.at(past.positions, past.end)
         updates = list(self.stream.updates)
-        enter = self.stream.enter if enter is None else enter
-        state, reading, gain = enter(self.embedding(tokens).to(self.stream_dtype()))
+        state, reading, gain = self.stream.enter(embedding)
         decisions: list[Decision] = []
         checkpointing = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
-            run = block if run_block is None else functools.partial(run_block, block)
-            if checkpointing:
-                run = functools.partial(checkpoint, run, use_reentrant=False)
+            run = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
             skips = None if self.skipping is None else self.skipping.in_force(index, tokens.shape)
             state, reading, gain, decided = run(
                 state,
@@ -185,6 +171,21 @@ class Decoder(nn.Module):
         if self.skipping is not None:
             self.skipping.observe(decisions, key_mask if past is None else past.is_token, with_scores=past is None)
         return state
+
+    def embed(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t d"]:
+        """Rows [B, T, d] of the table, in the stream's type.
+
+        Raises:
+            UserError: for a token outside the vocabulary (checked on CPU; an accelerator raises its own error).
+        """
+        if tokens.dim() != 2:
+            raise UserError(f"tokens have shape {tuple(tokens.shape)}; give [batch, time]")
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
+        return self.embedding(tokens).to(self.stream_dtype())
 
     def stream_dtype(self) -> torch.dtype:
         """Type of the stream's vectors: that of the products, autocast included; the norm lane is float32 anyway."""

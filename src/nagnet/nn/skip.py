@@ -248,14 +248,10 @@ class Skipping(Float32Module):
 
         Args:
             counted: bool [B, T], False for padding; None: all are tokens.
-            with_scores: whether to add the scores to the histogram, which takes longer than a step of one token should.
+            with_scores: whether to add the scores to the histogram too.
         """
-        run = torch.stack([decision.run for decision in decisions]).flatten(1)
         counted = counted if self._counted is None else self._counted
-        if counted is not None:
-            run = run & counted.flatten()
-        self.counts[0] += run.shape[1] if counted is None else counted.sum()
-        self.counts[1] += run.sum(dim=1)
+        self.count([decision.run for decision in decisions], counted)
         if not with_scores:
             return
         scores = torch.stack([decision.scores for decision in decisions]).flatten(1)
@@ -263,6 +259,15 @@ class Skipping(Float32Module):
             scores = scores[:, counted.flatten()]
         bins = (scores.flatten() * SCORE_BINS).long().clamp(0, SCORE_BINS - 1)
         self.histogram += torch.bincount(bins, minlength=SCORE_BINS)
+
+    @torch.no_grad()
+    def count(self, runs: list[Tensor], counted: Tensor | None) -> None:
+        """Counts the tokens that ran each sublayer, of N tensors bool [B, T]; ``counted`` as in `observe`."""
+        run = torch.stack(runs).flatten(1)
+        if counted is not None:
+            run = run & counted.flatten()
+        self.counts[0] += run.shape[1] if counted is None else counted.sum()
+        self.counts[1] += run.sum(dim=1)
 
     def forget(self) -> None:
         """Sets all counts to 0."""
