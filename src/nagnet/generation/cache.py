@@ -77,32 +77,31 @@ class KeyValueCache:
         end = max(ends)
         if end > self.capacity:
             raise UserError(f"{end} tokens do not fit a cache of {self.capacity}; make it with a larger capacity")
-        starts, last = _column(self.lengths, self.device), _column(ends, self.device) - 1
-        columns = torch.arange(width, device=self.device)
+        # In plain numbers: of a step of one token, each operation on tensors would take longer than all of this.
+        rows = [
+            [(start + column, stop) for column in range(width)] for start, stop in zip(self.lengths, ends, strict=True)
+        ]
         # Padding stands where the last token does: what it computes is dropped, but must be finite.
-        positions = torch.minimum(starts + columns, last).clamp(min=0)
-        is_token = columns < last + 1 - starts
+        positions = torch.tensor([[max(0, min(place, stop - 1)) for place, stop in row] for row in rows])
+        written = torch.tensor([[place if place < stop else end for place, stop in row] for row in rows])
+        positions, written = positions.to(self.device), written.to(self.device)
         alone = width == len(counts) == 1
-        lowest = min(min(length, e - 1) for length, e in zip(self.lengths, ends, strict=True))
+        lowest = min(min(length, stop - 1) for length, stop in zip(self.lengths, ends, strict=True))
         by_window: dict[int, tuple[int, Tensor, Tensor | None]] = {}
         for window in set(self._windows):
             first = max(0, lowest - window + 1) if window else 0
             allowed = None if alone else _allowed(positions, first, end, window)
-            by_window[window] = first, torch.where(is_token, positions, end) - first, allowed
+            by_window[window] = first, written - first, allowed
         layers = []
         for keys, values, window in zip(self._keys, self._values, self._windows, strict=True):
             first, slots, allowed = by_window[window]
             seen = 2, first + 1, end + 1 - first
             layers.append(LayerPast(keys.narrow(*seen), values.narrow(*seen), slots, allowed))
-        return Past(positions, end, layers, is_token)
+        return Past(positions, end, layers, written < end)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Counts the tokens of a pass that has been made."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-
-
-def _column(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device).unsqueeze(1)
 
 
 def _allowed(positions: Tensor, first: int, end: int, window: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ from nagnet.generation.graph import Call, like, tensors_in
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.nn.attention import LayerPast, Past
-from nagnet.nn.skip import Skipping
+from nagnet.nn.skip import SkipsInForce
 from nagnet.typing import Float, Int
 
 Decoding = Callable[[Decoder, KeyValueCache, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
@@ -88,6 +88,10 @@ class _Step:
         self._enter = Call(_enter, kind, model.stream)
         self._remember = Call(_remember, kind, blocks[0].attention)
         self._read_out = Call(_read_out, kind, model.readout)
+        self._is_prepared = False
+        self._counts = (
+            [] if model.skipping is None else [model.skipping.counts_of(index) for index in range(len(blocks))]
+        )
         self._blocks = []
         for index, block in enumerate(blocks):
             # Nobody reads what follows the last block; with any modules for it, all blocks have one graph.
@@ -103,37 +107,45 @@ class _Step:
     def __call__(self, cache: KeyValueCache, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Blocks are called with the plain tensors that the block before has returned: what Python does between two
         graphs waits for its own code, which the weights have driven out of the processor's caches."""
-        model, skipping = self.model, self.model.skipping
+        model = self.model
         past = cache.past(counts, tokens.shape[1])
         cos, sin = model.rotary.at(past.positions, past.end)
-        example = state, reading, _ = self._enter(model.embed(tokens))
-        carried, runs = tensors_in(example), []
-        if skipping is not None:
+        entered = state, reading, _ = self._enter(model.embed(tokens))
+        if self.kind.skips:
             self._remember(reading, cos, sin, past.layers[0])
-        for index, run in enumerate(self._blocks):
-            further = (past.layers[index],) if skipping is None else self._skips(skipping, index, past, tokens.shape)
-            run.prepare(*example, cos, sin, *further)
-            found = run.run([*carried, cos, sin, *tensors_in(further)])
-            carried, decided = found[: len(carried)], found[len(carried) :]
-            runs += decided
-        if skipping is not None:
-            skipping.count(runs, past.is_token)
+        if not self._is_prepared:
+            self._prepare(entered, cos, sin, past)
+        carried = tensors_in(entered)
+        for run, further in zip(self._blocks, self._further(past), strict=True):
+            carried = run.run([*carried, cos, sin, *further])
         cache.advance(counts)
         return self._read_out(like(state, carried[: len(state)]))
 
-    def _skips(self, skipping: Skipping, index: int, past: Past, shape: torch.Size) -> tuple[Any, ...]:
-        """What a block takes that can skip: its past, written already, how to decide, and the past of the next block.
+    def _prepare(self, entered: Any, cos: Tensor, sin: Tensor, past: Past) -> None:
+        """Compiles the graphs of the blocks that are not there yet, for inputs like these."""
+        skipping = self.model.skipping
+        for index, run in enumerate(self._blocks):
+            further: tuple[Any, ...] = (past.layers[index],)
+            if skipping is not None:
+                in_force = skipping.in_force(index, past.positions.shape)._replace(execution="branched")
+                written = past.layers[index]._replace(written=True)
+                further = written, in_force, past.is_token, self._counts[index], past.layers[0]
+            run.prepare(*entered, cos, sin, *further)
+        self._is_prepared = True
 
-        After the last block that is the first one's, in the slot that nobody reads.
-        """
-        layers = past.layers
-        if index + 1 < len(layers):
-            following = layers[index + 1]
-        else:
-            unread = layers[0].keys.shape[2] - 1
-            following = layers[0]._replace(slots=torch.full_like(layers[0].slots, unread))
-        in_force = skipping.in_force(index, shape)._replace(execution="branched")
-        return layers[index]._replace(written=True), in_force, following
+    def _further(self, past: Past) -> Iterator[list[Tensor]]:
+        """The tensors of what each block takes beside the stream and its position, in the order of `_prepare`."""
+        layers, skipping = [tensors_in(layer) for layer in past.layers], self.model.skipping
+        if skipping is None:
+            yield from layers
+            return
+        # Nobody asks for what follows the last block: keys and values of the first, in the slot that nobody reads.
+        first = past.layers[0]
+        unread = torch.full_like(first.slots, first.keys.shape[2] - 1)
+        following = [*layers[1:], tensors_in(first._replace(slots=unread))]
+        for index, layer in enumerate(layers):
+            in_force = tensors_in(skipping.in_force(index, past.positions.shape))
+            yield [*layer, *in_force, past.is_token, self._counts[index], *following[index]]
 
 
 def _enter(stream: Any, embedding: Tensor) -> Any:
@@ -151,10 +163,8 @@ def _run_block(
     cos: Tensor,
     sin: Tensor,
     past: LayerPast,
-    skips: Any = None,
 ) -> Any:
-    *carried, decisions = block.forward(state, reading, gain, first, second, following, cos, sin, None, past, skips)
-    return *carried, [decision.run for decision in decisions]
+    return block.forward(state, reading, gain, first, second, following, cos, sin, None, past)[:-1]
 
 
 def _run_and_remember(
@@ -169,12 +179,15 @@ def _run_and_remember(
     cos: Tensor,
     sin: Tensor,
     past: LayerPast,
-    skips: Any,
+    skips: SkipsInForce,
+    is_token: Tensor,
+    counts: Tensor,
     next_past: LayerPast,
 ) -> Any:
-    result = _run_block(block, first, second, following, state, reading, gain, cos, sin, past, skips)
-    next_attention.remember(result[1], cos, sin, next_past)
-    return result
+    *carried, decisions = block.forward(state, reading, gain, first, second, following, cos, sin, None, past, skips)
+    next_attention.remember(carried[1], cos, sin, next_past)
+    counts += torch.stack([torch.stack([is_token.sum(), (each.run & is_token).sum()]) for each in decisions], dim=1)
+    return carried
 
 
 def _remember(attention: Any, reading: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> None:

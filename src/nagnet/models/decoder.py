@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         if tokens.dim() != 2:
             raise UserError(f"tokens have shape {tuple(tokens.shape)}; give [batch, time]")
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
-            low, high = int(tokens.min()), int(tokens.max())
+            low, high = map(int, tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
                 raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
 
     def stream_dtype(self) -> torch.dtype:
         """Type of the stream's vectors: that of the products, autocast included; the norm lane is float32 anyway."""
-        weight = next(self.blocks.parameters())
+        weight = self.blocks[0].attention.q_proj.weight  # not next(parameters()): a step of one token feels the search
         if torch.is_autocast_enabled(weight.device.type):
             return torch.get_autocast_dtype(weight.device.type)
         return weight.dtype

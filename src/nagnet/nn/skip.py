@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nagnet.errors import UserError
 from nagnet.nn.precision import Float32Module
-from nagnet.typing import Float
+from nagnet.typing import Float, Int
 
 NOTHING_SKIPPED = -1.0  # a threshold below every score
 SCORE_BINS = 2**14  # of the histogram from which the controller takes its quantile
@@ -242,6 +242,10 @@ class Skipping(Float32Module):
         finally:
             self._counted = None
 
+    def counts_of(self, block: int) -> Int[Tensor, "two two"]:
+        """The counts of a block's attention and MLP, [2, 2], to be added to: a view."""
+        return self.counts[:, 2 * block : 2 * block + 2]
+
     @torch.no_grad()
     def observe(self, decisions: list[Decision], counted: Tensor | None = None, with_scores: bool = True) -> None:
         """Adds the decisions of all sublayers to the counts.
@@ -250,8 +254,12 @@ class Skipping(Float32Module):
             counted: bool [B, T], False for padding; None: all are tokens.
             with_scores: whether to add the scores to the histogram too.
         """
+        run = torch.stack([decision.run for decision in decisions]).flatten(1)
         counted = counted if self._counted is None else self._counted
-        self.count([decision.run for decision in decisions], counted)
+        if counted is not None:
+            run = run & counted.flatten()
+        self.counts[0] += run.shape[1] if counted is None else counted.sum()
+        self.counts[1] += run.sum(dim=1)
         if not with_scores:
             return
         scores = torch.stack([decision.scores for decision in decisions]).flatten(1)
@@ -259,15 +267,6 @@ class Skipping(Float32Module):
             scores = scores[:, counted.flatten()]
         bins = (scores.flatten() * SCORE_BINS).long().clamp(0, SCORE_BINS - 1)
         self.histogram += torch.bincount(bins, minlength=SCORE_BINS)
-
-    @torch.no_grad()
-    def count(self, runs: list[Tensor], counted: Tensor | None) -> None:
-        """Counts the tokens that ran each sublayer, of N tensors bool [B, T]; ``counted`` as in `observe`."""
-        run = torch.stack(runs).flatten(1)
-        if counted is not None:
-            run = run & counted.flatten()
-        self.counts[0] += run.shape[1] if counted is None else counted.sum()
-        self.counts[1] += run.sum(dim=1)
 
     def forget(self) -> None:
         """Sets all counts to 0."""
