@@ -42,9 +42,9 @@ def decode(
 def decode_compiled(
     model: Decoder, cache: KeyValueCache, tokens: Int[Tensor, "b one"], counts: Sequence[int]
 ) -> tuple[Float[Tensor, "b v"], Float[Tensor, " b"]]:
-    """`decode` compiled: one graph serves all blocks and lengths of a batch size, one more the readout.
+    """`decode` compiled: one graph serves all blocks and lengths of a batch size, and two the ends of the stream.
 
-    Where tokens can skip sublayers, a third serves keys and values.
+    Where tokens can skip sublayers, a fourth serves the keys and values of the first block.
 
     The first call takes some fifteen seconds, in later processes five: torch caches what it compiled.
     """

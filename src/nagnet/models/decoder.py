@@ -189,7 +189,8 @@ class Decoder(nn.Module):
 
     def stream_dtype(self) -> torch.dtype:
         """Type of the stream's vectors: that of the products, autocast included; the norm lane is float32 anyway."""
-        weight = self.blocks[0].attention.q_proj.weight  # not next(parameters()): a step of one token feels the search
+        first: Any = self.blocks[0]
+        weight = first.attention.q_proj.weight  # not next(parameters()): a step of one token feels the search
         if torch.is_autocast_enabled(weight.device.type):
             return torch.get_autocast_dtype(weight.device.type)
         return weight.dtype
