@@ -8,7 +8,8 @@ from torch import Tensor
 from nagnet.ops.reference import compute_dtype
 from nagnet.typing import Float
 
-STREAMS = 4  # places of the matrix read at the same time: one alone leaves a third of the memory's speed unused
+STREAMS = 4  # places of the matrix read at the same time: one alone leaves a quarter of the memory's speed unused
+MIN_ROWS = 256  # of a matrix for that; of a smaller one, four results to put together cost more
 
 
 def is_one_row(x: Float[Tensor, "*batch i"]) -> bool:
@@ -37,6 +38,7 @@ def matvec(x: Float[Tensor, "*batch i"], weight: Float[Tensor, "o i"]) -> Float[
     """
     dtype = compute_dtype(x, weight)
     row = computed_once(x.flatten().to(dtype))  # and not again for each of the o outputs
-    parts = weight.chunk(STREAMS if weight.shape[0] % STREAMS == 0 else 1)
+    several = weight.shape[0] >= MIN_ROWS and weight.shape[0] % STREAMS == 0
+    parts = weight.chunk(STREAMS if several else 1)
     product = torch.cat([(part.to(dtype) * row).sum(dim=-1) for part in parts])
     return product.to(x.dtype).view(*x.shape[:-1], -1)
