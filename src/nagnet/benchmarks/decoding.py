@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nagnet.benchmarks.timing import interleave
+from nagnet.benchmarks.timing import Timed, interleave
 from nagnet.generation.cache import KeyValueCache, prefill
 from nagnet.generation.decoding import Decoding, decode, decode_compiled
 from nagnet.models.config import ModelConfig
@@ -22,6 +22,7 @@ ARMS = ("norm_agnostic", "pre_norm")
 COPIED_BYTES = 2**28  # far beyond any cache
 PRODUCT_BYTES = 2**27  # of the matrices that a product is timed on
 CONTEXT = 256
+COPIES = 3  # of each model, taken together: where one lies in memory changes its speed by some 5%
 
 
 def bytes_per_step(model: Decoder, cache: KeyValueCache) -> int:
@@ -47,7 +48,8 @@ def bench_decoding(
     """Times the step that adds one token to each of ``batch_size`` sequences of ``context`` tokens.
 
     The steps of both arms, compiled and as they are, take turns with a copy of 256 MiB, whose bytes read and written
-    per second are taken as the speed of memory. Drawing the token is not in it.
+    per second are taken as the speed of memory. Drawing the token is not in it. The compiled step is that of
+    ``COPIES`` equal models in turn.
 
     Returns:
         Per arm: ``bytes`` a step, their ``bound`` in seconds, seconds, ``share_of_bound`` (bound / median), tokens per
@@ -56,18 +58,20 @@ def bench_decoding(
     """
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    steps: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
+    steps: dict[str, Timed] = {"copy": lambda: target.copy_(source)}
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
-        model = Decoder(model_config.replace(residual=arm), seed=0).to(device=device, dtype=dtype)
-        cache = filled_cache(model, batch_size, context)
-        arms[arm] = {"bytes": bytes_per_step(model, cache)}
-        steps[f"{arm} uncompiled"] = functools.partial(step_at, decode, model, cache, context)
+        config = model_config.replace(residual=arm)
+        models = [Decoder(config, seed=0).to(device=device, dtype=dtype) for _ in range(COPIES if compiled else 1)]
+        filled = [(model, filled_cache(model, batch_size, context)) for model in models]
+        arms[arm] = {"bytes": bytes_per_step(*filled[0])}
+        steps[f"{arm} uncompiled"] = functools.partial(step_at, decode, *filled[0], context)
         if compiled:
-            steps[arm] = functools.partial(step_at, decode_compiled, model, cache, context)
+            copies = [functools.partial(step_at, decode_compiled, *each, context) for each in filled]
             start = time.perf_counter()
-            steps[arm]()
+            copies[0]()
             arms[arm]["first_step_seconds"] = time.perf_counter() - start
+            steps[arm] = copies
     timings = interleave(steps, repeats)
     bandwidth = 2 * COPIED_BYTES / timings["copy"].median
     for arm, row in arms.items():
@@ -94,6 +98,8 @@ def bench_products(
     model_config: ModelConfig, dtype: torch.dtype, device: torch.device, repeats: int, compiled: bool = True
 ) -> list[dict[str, Any]]:
     """Times the product of one row with the matrices of a model's shapes: the library's, and `matvec` compiled.
+
+    Each product is called from Python, at a cost that a compiled block has not: small matrices seem slow.
 
     Returns:
         Per shape and product: ``bytes`` of the matrices, seconds, bytes per second and ``share_of_copy``, as above.

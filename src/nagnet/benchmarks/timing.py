@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,11 +33,15 @@ class Timing:
         return asdict(self)
 
 
-def interleave(functions: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 2) -> dict[str, Timing]:
+Timed = Callable[[], Any] | Sequence[Callable[[], Any]]
+
+
+def interleave(functions: Mapping[str, Timed], repeats: int, warm_up: int = 2) -> dict[str, Timing]:
     """Times every function once per round, so that all of them see the same moments of a noisy machine.
 
     Args:
-        functions: name -> what to time. repeats: rounds, at least 2. warm_up: untimed rounds.
+        functions: name -> what to time, or several of a kind whose times are taken together.
+        repeats: rounds, at least 2. warm_up: untimed rounds.
 
     Raises:
         UserError: for fewer than 2 repeats.
@@ -45,8 +49,9 @@ def interleave(functions: Mapping[str, Callable[[], Any]], repeats: int, warm_up
     if repeats < 2:
         raise UserError(f"repeats is {repeats}; a median needs 2 or more")
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+    turns = [(name, one) for name, timed in functions.items() for one in ([timed] if callable(timed) else timed)]
     for round_index in range(warm_up + repeats):
-        for name, function in functions.items():
+        for name, function in turns:
             start = time.perf_counter()
             function()
             synchronize()

@@ -48,7 +48,8 @@ class Call:
     def __call__(self, *inputs: Any) -> Any:
         """What the function returns."""
         self.prepare(*inputs)
-        return _filled(self._graph.result, iter(self.run(tensors_in(inputs))))
+        found = self.run(tensors_in(inputs))
+        return _filled(self._graph.result, iter(found))
 
 
 @functools.cache
@@ -91,14 +92,21 @@ class Graph:
         given = (*tensors, *tensors_in(examples))
         growing = _growing_sizes(examples)
         sizes = tuple({growing[id(tensor)]: Dim.DYNAMIC} if id(tensor) in growing else None for tensor in given)
-        graph = torch.export.export(_AsModule(flat), given, dynamic_shapes=(sizes,)).graph_module
-        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        self._used = [bool(node.users) for node in placeholders]
-        for node in compress(placeholders, map(operator.not_, self._used)):
-            graph.graph.erase_node(node)
-        graph.recompile()
-        examples = [node.meta["val"] for node in compress(placeholders, self._used)]
-        self.run = cast(Callable, torch._inductor.compile(graph, examples, options=OPTIONS))
+        self.run, self._used = _compiled(flat, given, sizes)
+
+
+def _compiled(
+    function: Callable[..., list[Tensor]], given: tuple[Tensor, ...], sizes: tuple
+) -> tuple[Callable[..., list[Tensor]], list[bool]]:
+    """A function of tensors like the given ones, compiled, and which of them it takes: those that it reads."""
+    graph = torch.export.export(_AsModule(function), given, dynamic_shapes=(sizes,)).graph_module
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    used = [bool(node.users) for node in placeholders]
+    for node in compress(placeholders, map(operator.not_, used)):
+        graph.graph.erase_node(node)
+    graph.recompile()
+    examples = [node.meta["val"] for node in compress(placeholders, used)]
+    return cast(Callable, torch._inductor.compile(graph, examples, options=OPTIONS)), used
 
 
 class _Applied(nn.ModuleList):
