@@ -6,6 +6,8 @@ ratio of width to blocks, against which the paper reports its results by depth.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nagnet.models.config import ModelConfig
 from nagnet.models.presets import DAMPED
 from nagnet.recipes.standard_library import on_standard_library
@@ -52,5 +54,7 @@ def ladder_2() -> RunConfig:
 
 
 def ladder_1() -> RunConfig:
-    """CPU ladder: 54 blocks x 56, the deepest rung of 2M parameters."""
-    return _rung(56, 54, 2)
+    """CPU ladder: 54 blocks x 56, the deepest rung of 2M parameters, with an injection warm-up of 30% of the run."""
+    run = _rung(56, 54, 2)
+    # The default of 5% loses 0.009 bits per byte here and one update of 324; with 24 blocks it is as good (0029, 0019).
+    return run.replace(schedule=replace(run.schedule, injection_warmup=0.3))
