@@ -96,6 +96,12 @@ def one_query_attention(
 
     For one query the library's kernel takes two to three times as long as reading the keys and values, in bfloat16
     more; the loops that a compiler makes of this stay near it (records/0013-decoding).
+
+    Args:
+        q: [B, H, 1, k]. k, v: [B, G, S, k], G dividing H. allowed: bool [B, 1, 1, S], at least one key a query.
+
+    Returns:
+        [B, H, 1, k] in the type of ``q``.
     """
     dtype = reference.compute_dtype(q, k, v)
     queries = q.to(dtype).unflatten(1, (k.shape[1], -1)) * q.shape[-1] ** -0.5  # [B, G, H/G, 1, k]
