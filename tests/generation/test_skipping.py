@@ -76,10 +76,10 @@ def test_every_token_has_keys_and_values(build):
     extend(model, cache, tokens)
     assert cache.lengths == [8]
     cos, sin = model.rotary(8)
-    for block, reading, keys, values in zip(model.blocks, list(readings), cache._keys, cache._values, strict=True):
-        k, v = block.attention.keys_and_values(reading, cos, sin)
-        torch.testing.assert_close(keys[:, :, 1:9], k, **TIGHT)
-        torch.testing.assert_close(values[:, :, 1:9], v, **TIGHT)
+    layers = cache.past([0], 1).layers
+    for block, reading, layer in zip(model.blocks, list(readings), layers, strict=True):
+        for kept, wanted in zip(layer.seen(), block.attention.keys_and_values(reading, cos, sin), strict=True):
+            torch.testing.assert_close(kept, wanted, **TIGHT)
     cache.reset()
     first = extend(model, cache, tokens[:, 2:]).merge()
     fresh = extend(model, KeyValueCache(model, 1, 8), tokens[:, 2:]).merge()
@@ -160,7 +160,7 @@ def test_compiled_steps(skipping, compilations):
         torch.testing.assert_close(decode_compiled(model, caches[1], tokens, [1]), expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(model.skipping.counts, 2 * counts)
     assert len(ran) > 1
-    assert compilations == ["_enter", "_remember", "_run_and_remember", "_read_out"]
+    assert compilations == ["_enter_and_remember", "_run_and_remember", "_read_out_and_count"]
     expected = generate(model, [[1, 2, 3], [4]], 20, temperature=0)
     found = generate(model, [[1, 2, 3], [4]], 20, temperature=0, compiled=True)
     assert [completion.ids[:5] for completion in found] == [completion.ids[:5] for completion in expected]

@@ -44,21 +44,18 @@ class KeyValueCache:
         self._windows = [windows[layer % len(windows)] for layer in range(config.n_layers)]
         # One more slot than positions, which padding is written to (LayerPast), and one before them that is not used:
         # of a view without an offset a compiler makes a graph of its own, and windows move the offset.
-        shape = (batch_size, config.n_kv_heads, capacity + 2, config.head_dim)
-        self._keys, self._values = (
-            [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self._windows] for _ in range(2)
-        )
+        shape = (2 * config.n_layers * batch_size, config.n_kv_heads, capacity + 2, config.head_dim)
+        self._kept = torch.zeros(shape, dtype=self.dtype, device=self.device)  # keys and values of all layers in turn
         self.lengths = [0] * batch_size
 
     def reset(self) -> None:
         """Forgets all sequences; the next ones start from position 0."""
         self.lengths = [0] * len(self.lengths)
-        for tensor in (*self._keys, *self._values):
-            tensor.zero_()  # hidden slots are multiplied by 0, which a NaN would survive
+        self._kept.zero_()  # hidden slots are multiplied by 0, which a NaN would survive
 
     def bytes_read(self) -> int:
         """Bytes of keys and values that the next token of every sequence will read, its own included."""
-        per_slot = 2 * self._keys[0][0, :, 0].nbytes
+        per_slot = 2 * self._kept[0, :, 0].nbytes
         return per_slot * sum(
             min(length + 1, window or length + 1) for length in self.lengths for window in self._windows
         )
@@ -82,22 +79,26 @@ class KeyValueCache:
             [(start + column, stop) for column in range(width)] for start, stop in zip(self.lengths, ends, strict=True)
         ]
         # Padding stands where the last token does: what it computes is dropped, but must be finite.
-        positions = torch.tensor([[max(0, min(place, stop - 1)) for place, stop in row] for row in rows])
-        written = torch.tensor([[place if place < stop else end for place, stop in row] for row in rows])
-        positions, written = positions.to(self.device), written.to(self.device)
+        positions = self._numbers([[max(0, min(place, stop - 1)) for place, stop in row] for row in rows])
+        written = self._numbers([[place if place < stop else end for place, stop in row] for row in rows])
         alone = width == len(counts) == 1
         lowest = min(min(length, stop - 1) for length, stop in zip(self.lengths, ends, strict=True))
-        by_window: dict[int, tuple[int, Tensor, Tensor | None]] = {}
+        layers: list[Any] = [None] * len(self._windows)
         for window in set(self._windows):
             first = max(0, lowest - window + 1) if window else 0
             allowed = None if alone else _allowed(positions, first, end, window)
-            by_window[window] = first, written - first, allowed
-        layers = []
-        for keys, values, window in zip(self._keys, self._values, self._windows, strict=True):
-            first, slots, allowed = by_window[window]
-            seen = 2, first + 1, end + 1 - first
-            layers.append(LayerPast(keys.narrow(*seen), values.narrow(*seen), slots, allowed))
+            slots = written - first if first else written
+            # "Unsafe" for autograd alone: views of their own, which may be written to one by one.
+            seen = self._kept.narrow(2, first + 1, end + 1 - first).unsafe_split(len(counts))
+            for layer, of_layer in enumerate(self._windows):
+                if of_layer == window:
+                    layers[layer] = LayerPast(seen[2 * layer], seen[2 * layer + 1], slots, allowed)
         return Past(positions, end, layers, written < end)
+
+    def _numbers(self, rows: list[list[int]]) -> Int[Tensor, "b t"]:
+        alone = len(rows) == len(rows[0]) == 1  # `torch.tensor` takes three times as long
+        numbers = torch.full((1, 1), rows[0][0]) if alone else torch.tensor(rows)
+        return numbers.to(self.device)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Counts the tokens of a pass that has been made."""

@@ -15,7 +15,8 @@ from nagnet.generation.graph import Call, like, tensors_in
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.nn.attention import LayerPast, Past
-from nagnet.nn.skip import SkipsInForce
+from nagnet.nn.precision import product_dtype
+from nagnet.nn.skip import SkipsInForce, count_
 from nagnet.typing import Float, Int
 
 Decoding = Callable[[Decoder, KeyValueCache, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
@@ -44,24 +45,21 @@ def decode_compiled(
 ) -> tuple[Float[Tensor, "b v"], Float[Tensor, " b"]]:
     """`decode` compiled: one graph serves all blocks and lengths of a batch size, and two the ends of the stream.
 
-    Where tokens can skip sublayers, a fourth serves the keys and values of the first block.
-
     The first call takes some fifteen seconds, in later processes five: torch caches what it compiled.
     """
-    kind = _Kind(
-        model.config,
-        cache.dtype,
-        model.stream_dtype(),
-        str(cache.device),
-        ops.get_backend(),
-        len(tokens),
-        skips=model.skipping is not None,
-        replaced_scores=model.skipping is not None and model.skipping.replaced is not None,
-    )
     step = _steps.get(cache)
-    if step is None or step.model is not model or step.kind != kind:
-        step = _steps[cache] = _Step(kind, model)
+    if step is None or not step.serves(model):
+        step = _steps[cache] = _Step(model, cache)
     return step(cache, tokens, counts)
+
+
+class _InForce(NamedTuple):
+    """What may change from one step to the next."""
+
+    stream_dtype: torch.dtype
+    backend: str
+    skips: bool
+    replaced_scores: bool
 
 
 class _Kind(NamedTuple):
@@ -69,29 +67,32 @@ class _Kind(NamedTuple):
 
     config: ModelConfig
     dtype: torch.dtype
-    stream_dtype: torch.dtype
     device: str
-    backend: str
     batch_size: int
-    skips: bool
-    replaced_scores: bool
+    in_force: _InForce
     d_ff: int = 0
 
 
 class _Step:
-    """The compiled step of one model: which graph each block has, and the tensors that it takes from its modules."""
+    """The compiled step of one model and cache: which graph each block has, and the tensors it takes from its modules.
 
-    def __init__(self, kind: _Kind, model: Decoder):
-        self.kind, self.model = kind, model
+    What it does in Python takes most of its time from a step that skips all: the weights have driven that code out of
+    the processor's caches. So it asks modules for little, and hands plain tensors from graph to graph.
+    """
+
+    def __init__(self, model: Decoder, cache: KeyValueCache):
         blocks: list[Any] = list(model.blocks)
         updates = list(model.stream.updates)
-        self._enter = Call(_enter, kind, model.stream)
-        self._remember = Call(_remember, kind, blocks[0].attention)
-        self._read_out = Call(_read_out, kind, model.readout)
+        self._model, self._skipping = model, model.skipping
+        self._weight = blocks[0].attention.q_proj.weight
+        self._in_force = self._now()
+        kind = _Kind(model.config, cache.dtype, str(cache.device), len(cache.lengths), self._in_force)
+        skips = self._skipping is not None
+        self._enter = Call(_enter_and_remember if skips else _enter, kind, model)
+        self._read_out = Call(_read_out_and_count if skips else _read_out, kind, model.readout)
+        shape = len(blocks), 2, kind.batch_size, 1
+        self._ran = torch.empty(shape, dtype=torch.bool, device=cache.device).unbind()  # what was decided, by block
         self._is_prepared = False
-        self._counts = (
-            [] if model.skipping is None else [model.skipping.counts_of(index) for index in range(len(blocks))]
-        )
         self._blocks = []
         for index, block in enumerate(blocks):
             # Nobody reads what follows the last block; with any modules for it, all blocks have one graph.
@@ -99,57 +100,72 @@ class _Step:
             modules = (block, updates[2 * index], updates[2 * index + 1], updates[2 * follows])
             of_block = kind._replace(d_ff=block.mlp.out_proj.in_features)
             # A branch of a graph cannot read what the graph has written: keys and values come from the graph before.
-            if kind.skips:
+            if skips:
                 self._blocks.append(Call(_run_and_remember, of_block, *modules, blocks[follows].attention))
             else:
                 self._blocks.append(Call(_run_block, of_block, *modules))
 
+    def _now(self) -> _InForce:
+        skipping = self._skipping
+        replaced = skipping is not None and skipping.replaced is not None
+        return _InForce(product_dtype(self._weight), ops.get_backend(), skipping is not None, replaced)
+
+    def serves(self, model: Decoder) -> bool:
+        """Whether it is a step of this model as it is now."""
+        return self._model is model and self._skipping is model.skipping and self._in_force == self._now()
+
     def __call__(self, cache: KeyValueCache, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Blocks are called with the plain tensors that the block before has returned: what Python does between two
-        graphs waits for its own code, which the weights have driven out of the processor's caches."""
-        model = self.model
+        self._model.check_tokens(tokens)
         past = cache.past(counts, tokens.shape[1])
-        cos, sin = model.rotary.at(past.positions, past.end)
-        entered = state, reading, _ = self._enter(model.embed(tokens))
-        if self.kind.skips:
-            self._remember(reading, cos, sin, past.layers[0])
+        cos, sin = self._model.rotary.at(past.positions, past.end)
+        entered = state, *_ = self._enter(tokens, cos, sin, past.layers[0])
         if not self._is_prepared:
             self._prepare(entered, cos, sin, past)
         carried = tensors_in(entered)
         for run, further in zip(self._blocks, self._further(past), strict=True):
             carried = run.run([*carried, cos, sin, *further])
         cache.advance(counts)
-        return self._read_out(like(state, carried[: len(state)]))
+        state = like(state, list(carried[: len(state)]))
+        if self._skipping is None:
+            return self._read_out(state)
+        return self._read_out(state, self._skipping.counts, self._ran, past.is_token)
 
     def _prepare(self, entered: Any, cos: Tensor, sin: Tensor, past: Past) -> None:
         """Compiles the graphs of the blocks that are not there yet, for inputs like these."""
-        skipping = self.model.skipping
         for index, run in enumerate(self._blocks):
             further: tuple[Any, ...] = (past.layers[index],)
-            if skipping is not None:
-                in_force = skipping.in_force(index, past.positions.shape)._replace(execution="branched")
+            if self._skipping is not None:
+                in_force = self._skipping.in_force(index, past.positions.shape)._replace(execution="branched")
                 written = past.layers[index]._replace(written=True)
-                further = written, in_force, past.is_token, self._counts[index], past.layers[0]
+                further = written, in_force, self._ran[index], past.layers[0]
             run.prepare(*entered, cos, sin, *further)
         self._is_prepared = True
 
-    def _further(self, past: Past) -> Iterator[list[Tensor]]:
+    def _further(self, past: Past) -> Iterator[Sequence[Tensor]]:
         """The tensors of what each block takes beside the stream and its position, in the order of `_prepare`."""
-        layers, skipping = [tensors_in(layer) for layer in past.layers], self.model.skipping
+        skipping, first = self._skipping, past.layers[0]
+        n_tensors = 3 if first.allowed is None else 4  # as `tensors_in`, without asking each
+        layers: list[Any] = [layer[:n_tensors] for layer in past.layers]
         if skipping is None:
             yield from layers
             return
         # Nobody asks for what follows the last block: keys and values of the first, in the slot that nobody reads.
-        first = past.layers[0]
         unread = torch.full_like(first.slots, first.keys.shape[2] - 1)
-        following = [*layers[1:], tensors_in(first._replace(slots=unread))]
+        following = [*layers[1:], first._replace(slots=unread)[:n_tensors]]
+        threshold, replaced = skipping.threshold, skipping.replaced
         for index, layer in enumerate(layers):
-            in_force = tensors_in(skipping.in_force(index, past.positions.shape))
-            yield [*layer, *in_force, past.is_token, self._counts[index], *following[index]]
+            scores = () if replaced is None else (replaced(index, past.positions.shape),)
+            yield [*layer, threshold, *scores, self._ran[index], *following[index]]
 
 
-def _enter(stream: Any, embedding: Tensor) -> Any:
-    return stream.enter(embedding)
+def _enter(model: Any, tokens: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> Any:
+    return model.stream.enter(model.embed(tokens))
+
+
+def _enter_and_remember(model: Any, tokens: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> Any:
+    entered = _enter(model, tokens, cos, sin, past)
+    model.blocks[0].attention.remember(entered[1], cos, sin, past)
+    return entered
 
 
 def _run_block(
@@ -180,24 +196,25 @@ def _run_and_remember(
     sin: Tensor,
     past: LayerPast,
     skips: SkipsInForce,
-    is_token: Tensor,
-    counts: Tensor,
+    ran: Tensor,
     next_past: LayerPast,
 ) -> Any:
     *carried, decisions = block.forward(state, reading, gain, first, second, following, cos, sin, None, past, skips)
     next_attention.remember(carried[1], cos, sin, next_past)
-    counts += torch.stack([torch.stack([is_token.sum(), (each.run & is_token).sum()]) for each in decisions], dim=1)
+    for sublayer, decision in enumerate(decisions):
+        ran[sublayer].copy_(decision.run)
     return carried
-
-
-def _remember(attention: Any, reading: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> None:
-    attention.remember(reading, cos, sin, past)
 
 
 def _read_out(readout: Any, state: Any) -> tuple[Tensor, Tensor]:
     direction, log_norm = state.split()
     direction, log_norm = direction[:, 0], log_norm[:, 0]
     return readout(direction, log_norm), log_norm
+
+
+def _read_out_and_count(readout: Any, state: Any, counts: Tensor, ran: Any, is_token: Tensor) -> Any:
+    count_(counts, torch.cat(ran), is_token)
+    return _read_out(readout, state)
 
 
 _steps: WeakKeyDictionary[KeyValueCache, _Step] = WeakKeyDictionary()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import compress
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._inductor
@@ -35,21 +36,27 @@ class Call:
         named: dict[str, Tensor] = dict(self._modules.named_parameters())
         named.update(self._modules.named_buffers())
         self._names, self._tensors = list(named), list(named.values())
+        self._is_prepared = False
 
     def prepare(self, *inputs: Any) -> None:
         """Compiles the graph unless it is there, for inputs like these."""
         if self._graph.run is None:
             self._graph.compile(self._modules, self._names, self._tensors, inputs)
+        n_own = len(self._tensors)
+        self._own = list(compress(self._tensors, self._graph.used))
+        self._wanted = self._graph.used[n_own:]  # of the inputs
+        self._is_prepared = True
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Calls the graph with all tensors of the inputs, in order, and returns those of the result; checks nothing."""
-        return self._graph([*self._tensors, *inputs])
+    def run(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Calls the graph, once prepared, with all tensors of the inputs, in order, and returns those of the result;
+        checks nothing."""
+        return self._graph.run([*self._own, *compress(inputs, self._wanted)])
 
     def __call__(self, *inputs: Any) -> Any:
         """What the function returns."""
-        self.prepare(*inputs)
-        found = self.run(tensors_in(inputs))
-        return _filled(self._graph.result, iter(found))
+        if not self._is_prepared:
+            self.prepare(*inputs)
+        return _filled(self._graph.result, iter(self.run(tensors_in(inputs))))
 
 
 @functools.cache
@@ -68,13 +75,9 @@ class Graph:
 
     def __init__(self, function: Callable):
         self._function = function
-        self.run: Callable | None = None
-        self._used: list[bool] = []  # of the tensors that it is called with, which the graph reads
+        self.run: Any = None  # called with a list of the tensors that it reads, which it empties
+        self.used: list[bool] = []  # of the tensors of modules and inputs, those that it reads
         self.result: Any = None  # like the function's result, with Tensor in place of each tensor
-
-    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        assert self.run is not None
-        return self.run(*compress(tensors, self._used))
 
     def compile(self, modules: _Applied, names: list[str], tensors: list[Tensor], inputs: tuple) -> None:
         """Makes the graph of the function for these modules, their tensors by name, and inputs."""
@@ -92,12 +95,12 @@ class Graph:
         given = (*tensors, *tensors_in(examples))
         growing = _growing_sizes(examples)
         sizes = tuple({growing[id(tensor)]: Dim.DYNAMIC} if id(tensor) in growing else None for tensor in given)
-        self.run, self._used = _compiled(flat, given, sizes)
+        self.run, self.used = _compiled(flat, given, sizes)
 
 
 def _compiled(
     function: Callable[..., list[Tensor]], given: tuple[Tensor, ...], sizes: tuple
-) -> tuple[Callable[..., list[Tensor]], list[bool]]:
+) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], list[bool]]:
     """A function of tensors like the given ones, compiled, and which of them it takes: those that it reads."""
     graph = torch.export.export(_AsModule(function), given, dynamic_shapes=(sizes,)).graph_module
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -106,7 +109,10 @@ def _compiled(
         graph.graph.erase_node(node)
     graph.recompile()
     examples = [node.meta["val"] for node in compress(placeholders, used)]
-    return cast(Callable, torch._inductor.compile(graph, examples, options=OPTIONS)), used
+    compiled: Any = torch._inductor.compile(graph, examples, options=OPTIONS)
+    # Around the kernels torch wraps what serves autograd, autocast and profilers: a tenth of a step that skips all.
+    kernels = getattr(inspect.unwrap(compiled), "current_callable", None)
+    return kernels or (lambda tensors: compiled(*tensors)), used
 
 
 class _Applied(nn.ModuleList):

@@ -15,7 +15,7 @@ from nagnet.models.config import ModelConfig
 from nagnet.models.initialization import EMBEDDING_STD, READOUT_STD, TIED_STD, initialize_, initialize_rows_
 from nagnet.nn.attention import Attention, LayerPast, Past
 from nagnet.nn.mlp import MLPS
-from nagnet.nn.precision import Float32Embedding
+from nagnet.nn.precision import Float32Embedding, product_dtype
 from nagnet.nn.readout import Readout
 from nagnet.nn.residual import RESIDUAL_STREAMS, NormAgnosticStream, ResidualStream, ResidualUpdate
 from nagnet.nn.rotary import RotaryTable
@@ -178,22 +178,24 @@ class Decoder(nn.Module):
         Raises:
             UserError: for a token outside the vocabulary (checked on CPU; an accelerator raises its own error).
         """
+        if not torch.compiler.is_compiling():
+            self.check_tokens(tokens)
+        return self.embedding(tokens).to(self.stream_dtype())
+
+    def check_tokens(self, tokens: Int[Tensor, "b t"]) -> None:
+        """Raises the errors of `embed`."""
         if tokens.dim() != 2:
             raise UserError(f"tokens have shape {tuple(tokens.shape)}; give [batch, time]")
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+        if tokens.device.type == "cpu" and tokens.numel():
             low, high = map(int, tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
                 raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
-        return self.embedding(tokens).to(self.stream_dtype())
 
     def stream_dtype(self) -> torch.dtype:
         """Type of the stream's vectors: that of the products, autocast included; the norm lane is float32 anyway."""
         first: Any = self.blocks[0]
-        weight = first.attention.q_proj.weight  # not next(parameters()): a step of one token feels the search
-        if torch.is_autocast_enabled(weight.device.type):
-            return torch.get_autocast_dtype(weight.device.type)
-        return weight.dtype
+        return product_dtype(first.attention.q_proj.weight)
 
     def forward(
         self, tokens: Int[Tensor, "b t"], key_mask: Tensor | None = None, past: Past | None = None

@@ -1,9 +1,15 @@
-"""Modules whose parameters are too fine for 16 bit."""
+"""Types of products, and modules whose parameters are too fine for 16 bit."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """Type of a product with a matrix: that of the matrix, or of autocast where it is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 class Float32Module(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nagnet.errors import UserError
 from nagnet.nn.precision import Float32Module
-from nagnet.typing import Float, Int
+from nagnet.typing import Bool, Float, Int
 
 NOTHING_SKIPPED = -1.0  # a threshold below every score
 SCORE_BINS = 2**14  # of the histogram from which the controller takes its quantile
@@ -177,6 +177,14 @@ def spread(branch: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     return branch.new_zeros(like.shape[0] * like.shape[1], branch.shape[1]).index_copy(0, rows, branch).view(like.shape)
 
 
+def count_(counts: Int[Tensor, "two n"], run: Bool[Tensor, "n b t"], counted: Bool[Tensor, "b t"] | None) -> None:
+    """Adds tokens that came to each sublayer, and that ran it, to the counts; of those counted alone, None: all."""
+    if counted is not None:
+        run = run & counted
+    counts[0] += run[0].numel() if counted is None else counted.sum()
+    counts[1] += run.sum(dim=(1, 2))
+
+
 def run_rates(counts: Tensor) -> list[float]:
     """Share of tokens that ran each sublayer, of counts [2, N]: those that came to it, and those that ran it."""
     seen, run = counts.tolist()
@@ -242,10 +250,6 @@ class Skipping(Float32Module):
         finally:
             self._counted = None
 
-    def counts_of(self, block: int) -> Int[Tensor, "two two"]:
-        """The counts of a block's attention and MLP, [2, 2], to be added to: a view."""
-        return self.counts[:, 2 * block : 2 * block + 2]
-
     @torch.no_grad()
     def observe(self, decisions: list[Decision], counted: Tensor | None = None, with_scores: bool = True) -> None:
         """Adds the decisions of all sublayers to the counts.
@@ -254,12 +258,8 @@ class Skipping(Float32Module):
             counted: bool [B, T], False for padding; None: all are tokens.
             with_scores: whether to add the scores to the histogram too.
         """
-        run = torch.stack([decision.run for decision in decisions]).flatten(1)
         counted = counted if self._counted is None else self._counted
-        if counted is not None:
-            run = run & counted.flatten()
-        self.counts[0] += run.shape[1] if counted is None else counted.sum()
-        self.counts[1] += run.sum(dim=1)
+        count_(self.counts, torch.stack([decision.run for decision in decisions]), counted)
         if not with_scores:
             return
         scores = torch.stack([decision.scores for decision in decisions]).flatten(1)
