@@ -74,14 +74,8 @@ class KeyValueCache:
         end = max(ends)
         if end > self.capacity:
             raise UserError(f"{end} tokens do not fit a cache of {self.capacity}; make it with a larger capacity")
-        # In plain numbers: of a step of one token, each operation on tensors would take longer than all of this.
-        rows = [
-            [(start + column, stop) for column in range(width)] for start, stop in zip(self.lengths, ends, strict=True)
-        ]
-        # Padding stands where the last token does: what it computes is dropped, but must be finite.
-        positions = self._numbers([[max(0, min(place, stop - 1)) for place, stop in row] for row in rows])
-        written = self._numbers([[place if place < stop else end for place, stop in row] for row in rows])
         alone = width == len(counts) == 1
+        positions, written = self._places(ends, width)
         lowest = min(min(length, stop - 1) for length, stop in zip(self.lengths, ends, strict=True))
         layers: list[Any] = [None] * len(self._windows)
         for window in set(self._windows):
@@ -95,10 +89,21 @@ class KeyValueCache:
                     layers[layer] = LayerPast(seen[2 * layer], seen[2 * layer + 1], slots, allowed)
         return Past(positions, end, layers, written < end)
 
-    def _numbers(self, rows: list[list[int]]) -> Int[Tensor, "b t"]:
-        alone = len(rows) == len(rows[0]) == 1  # `torch.tensor` takes three times as long
-        numbers = torch.full((1, 1), rows[0][0]) if alone else torch.tensor(rows)
-        return numbers.to(self.device)
+    def _places(self, ends: Sequence[int], width: int) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+        """Of the tokens of a pass: their positions, and the slots, counted from position 0, that they are written to.
+
+        In plain numbers: of a step of one token, each operation on tensors would take longer than all of this.
+        """
+        if width == len(ends) == 1 and self.lengths[0] < ends[0]:
+            position = torch.full((1, 1), self.lengths[0], device=self.device)  # `torch.tensor` takes thrice as long
+            return position, position
+        rows = [
+            [(start + column, stop) for column in range(width)] for start, stop in zip(self.lengths, ends, strict=True)
+        ]
+        # Padding stands where the last token does: what it computes is dropped, but must be finite.
+        positions = [[max(0, min(place, stop - 1)) for place, stop in row] for row in rows]
+        written = [[place if place < stop else max(ends) for place, stop in row] for row in rows]
+        return torch.tensor(positions).to(self.device), torch.tensor(written).to(self.device)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Counts the tokens of a pass that has been made."""

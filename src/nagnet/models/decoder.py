@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         if tokens.dim() != 2:
             raise UserError(f"tokens have shape {tuple(tokens.shape)}; give [batch, time]")
         if tokens.device.type == "cpu" and tokens.numel():
-            low, high = map(int, tokens.aminmax())
+            low, high = (int(tokens),) * 2 if tokens.numel() == 1 else map(int, tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high
                 raise UserError(f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}")
