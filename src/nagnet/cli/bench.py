@@ -1,7 +1,7 @@
 """Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
 
-Benchmarks: residual_update, training_step, kept_bytes, training_loop, decoding, skipping, loss,
-compile_time, or all. Expect one to five minutes each. gpu checks and times the Triton kernels on a CUDA GPU in less
+Benchmarks: residual_update, training_step, kept_bytes, training_loop, decoding, skipping, loss, core (scoring examples
+in context), compile_time, or all. Expect one to five minutes each. gpu checks and times the Triton kernels on a CUDA GPU in less
 than eight minutes; all leaves it out.
 """
 
@@ -32,6 +32,7 @@ class Options:
             "decoding",
             "skipping",
             "loss",
+            "core",
             "compile_time",
             "gpu",
             "all",
@@ -152,6 +153,12 @@ def _loss(options: Options, device: Any) -> Any:
     }
 
 
+def _core(options: Options, device: Any) -> Any:
+    from nagnet.benchmarks.scoring import bench_core
+
+    return bench_core(device, options.repeats)
+
+
 def _compile_time(options: Options, device: Any) -> Any:
     from nagnet.benchmarks.training_step import bench_compile_time
 
@@ -181,6 +188,7 @@ _BENCHMARKS = {
     "decoding": _decoding,
     "skipping": _skipping,
     "loss": _loss,
+    "core": _core,
     "compile_time": _compile_time,
     "gpu": _gpu,
 }
@@ -288,6 +296,16 @@ def _loss_lines(result: dict[str, Any]) -> list[str]:
     return [memory, *(f"  {row['name']:20} {_milliseconds(row['seconds'])}" for row in result["time"])]
 
 
+def _core_lines(result: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in result:
+        lines.append(f"  {row['name']}")
+        for name, seconds in row["seconds"].items():
+            times = f"  batches are {row['speedup'][name]:.1f} x as fast" if name in row["speedup"] else ""
+            lines.append(f"    {name:20} {_milliseconds(seconds)}{times}")
+    return lines
+
+
 def _compile_lines(result: dict[str, Any]) -> list[str]:
     seconds = ", ".join(f"{depth} blocks {row['first_step']:.1f} s" for depth, row in result["seconds"].items())
     return [f"  first step compiled: {seconds}; ratio {result['ratio']:.2f}"]
@@ -307,6 +325,7 @@ _LINES = {
     "decoding": _decoding_lines,
     "skipping": _skipping_lines,
     "loss": _loss_lines,
+    "core": _core_lines,
     "compile_time": _compile_lines,
     "gpu": _gpu_lines,
 }

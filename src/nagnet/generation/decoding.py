@@ -71,6 +71,7 @@ class _Kind(NamedTuple):
     batch_size: int
     in_force: _InForce
     d_ff: int = 0
+    n_positions: int = 0
 
 
 class _Step:
@@ -86,9 +87,11 @@ class _Step:
         self._model, self._skipping = model, model.skipping
         self._weight = blocks[0].attention.q_proj.weight
         self._in_force = self._now()
+        model.rotary.reserve(cache.capacity)  # its tables are those that the graphs keep
         kind = _Kind(model.config, cache.dtype, str(cache.device), len(cache.lengths), self._in_force)
         skips = self._skipping is not None
-        self._enter = Call(_enter_and_remember if skips else _enter, kind, model)
+        of_start = kind._replace(n_positions=len(model.rotary.cos))
+        self._enter = Call(_enter_and_remember if skips else _enter, of_start, model)
         self._read_out = Call(_read_out_and_count if skips else _read_out, kind, model.readout)
         shape = len(blocks), 2, kind.batch_size, 1
         self._ran = torch.empty(shape, dtype=torch.bool, device=cache.device).unbind()  # what was decided, by block
@@ -117,11 +120,10 @@ class _Step:
     def __call__(self, cache: KeyValueCache, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._model.check_tokens(tokens)
         past = cache.past(counts, tokens.shape[1])
-        cos, sin = self._model.rotary.at(past.positions, past.end)
-        entered = state, *_ = self._enter(tokens, cos, sin, past.layers[0])
+        entered, cos, sin = self._enter(tokens, past.positions, past.layers[0])
         if not self._is_prepared:
             self._prepare(entered, cos, sin, past)
-        carried = tensors_in(entered)
+        state, carried = entered[0], tensors_in(entered)
         for run, further in zip(self._blocks, self._further(past), strict=True):
             carried = run.run([*carried, cos, sin, *further])
         cache.advance(counts)
@@ -152,20 +154,20 @@ class _Step:
         # Nobody asks for what follows the last block: keys and values of the first, in the slot that nobody reads.
         unread = torch.full_like(first.slots, first.keys.shape[2] - 1)
         following = [*layers[1:], first._replace(slots=unread)[:n_tensors]]
-        threshold, replaced = skipping.threshold, skipping.replaced
+        threshold, replaced, shape = skipping.threshold, skipping.replaced, past.positions.shape
         for index, layer in enumerate(layers):
-            scores = () if replaced is None else (replaced(index, past.positions.shape),)
+            scores = () if replaced is None else (replaced(index, shape),)
             yield [*layer, threshold, *scores, self._ran[index], *following[index]]
 
 
-def _enter(model: Any, tokens: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> Any:
-    return model.stream.enter(model.embed(tokens))
+def _enter(model: Any, tokens: Tensor, positions: Tensor, past: LayerPast) -> Any:
+    return model.stream.enter(model.embed(tokens)), *model.rotary.at(positions)
 
 
-def _enter_and_remember(model: Any, tokens: Tensor, cos: Tensor, sin: Tensor, past: LayerPast) -> Any:
-    entered = _enter(model, tokens, cos, sin, past)
+def _enter_and_remember(model: Any, tokens: Tensor, positions: Tensor, past: LayerPast) -> Any:
+    entered, cos, sin = _enter(model, tokens, positions, past)
     model.blocks[0].attention.remember(entered[1], cos, sin, past)
-    return entered
+    return entered, cos, sin
 
 
 def _run_block(

@@ -16,7 +16,9 @@ from torch.export import Dim
 
 from nagnet.nn.attention import LayerPast
 
-OPTIONS = {"size_asserts": False}  # of the compiler: no size is checked before each kernel
+# Of the compiler: no size is checked before each kernel, and C++ in place of Python calls the kernels of a CPU.
+OPTIONS = {"size_asserts": False}
+OPTIONS_CPU = OPTIONS | {"cpp_wrapper": True}
 EXAMPLE_SLOTS = 7  # S of the past that a graph is traced with; any number that no other size is likely to have
 
 
@@ -109,7 +111,8 @@ def _compiled(
         graph.graph.erase_node(node)
     graph.recompile()
     examples = [node.meta["val"] for node in compress(placeholders, used)]
-    compiled: Any = torch._inductor.compile(graph, examples, options=OPTIONS)
+    options = OPTIONS_CPU if given[0].device.type == "cpu" else OPTIONS
+    compiled: Any = torch._inductor.compile(graph, examples, options=options)
     # Around the kernels torch wraps what serves autograd, autocast and profilers: a tenth of a step that skips all.
     kernels = getattr(inspect.unwrap(compiled), "current_callable", None)
     return kernels or (lambda tensors: compiled(*tensors)), used

@@ -145,7 +145,8 @@ class Decoder(nn.Module):
         if past is None:
             cos, sin = self.rotary(tokens.shape[1])
         else:
-            cos, sin = self.rotary.at(past.positions, past.end)
+            self.rotary.reserve(past.end)
+            cos, sin = self.rotary.at(past.positions)
         updates = list(self.stream.updates)
         state, reading, gain = self.stream.enter(embedding)
         decisions: list[Decision] = []

@@ -44,15 +44,15 @@ class RotaryTable(Float32Module):
     def forward(self, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """Cosine and sine [length, head_dim / 2] of positions ``start .. start + length - 1``."""
         end = start + length
-        self._grow(end)
+        self.reserve(end)
         return self.cos[start:end], self.sin[start:end]
 
-    def at(self, positions: Int[Tensor, "b t"], end: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [B, T, head_dim / 2] of ``positions`` [B, T], all of them below ``end``."""
-        self._grow(end)
+    def at(self, positions: Int[Tensor, "b t"]) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [B, T, head_dim / 2] of ``positions`` [B, T], for which there must be room (`reserve`)."""
         return self.cos[positions], self.sin[positions]
 
-    def _grow(self, length: int) -> None:
+    def reserve(self, length: int) -> None:
+        """Makes the tables at least this long."""
         if length > self.cos.shape[0]:
             self._build(max(length, 2 * self.cos.shape[0]), self.cos.device)
 
