@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nagnet.benchmarks import decoding, residual_update, skipping, training_loop, training_step
+from nagnet.benchmarks import decoding, residual_update, scoring, skipping, training_loop, training_step
 from nagnet.benchmarks.timing import interleave, kept_bytes, machine
 from nagnet.cli.application import run
 from nagnet.errors import UserError
@@ -24,7 +24,9 @@ def uncompiled(monkeypatch):
     """Compiling takes most of the time of these benchmarks and nothing here depends on it."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(fused, "_call", lambda body, *arguments: body(*arguments))
-    monkeypatch.setattr(graph, "_compiled", lambda function, given, sizes: (lambda tensors: function(*tensors), [True] * len(given)))
+    monkeypatch.setattr(
+        graph, "_compiled", lambda function, given, sizes: (lambda tensors: function(*tensors), [True] * len(given))
+    )
     graph._graph_of.cache_clear()
     yield
     graph._graph_of.cache_clear()
@@ -176,3 +178,28 @@ def test_skipping_prints(tiny_skipping, capsys):
     assert run(["bench", "skipping", "--repeats", "2", "--seq-len", "4"]) == 0
     out = capsys.readouterr().out
     assert out.count("of the ceiling") == 6 and "all skipped" in out
+
+
+def test_scoring_is_timed_on_the_same_answers(monkeypatch):
+    """One example at a time and in batches: each alternative scores every token that is to be scored, once a round."""
+    config = ModelConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=32, n_directions=2, max_seq_len=64)
+    tasks = {"three options": scoring.Prompts(3, 8, 4), "one": scoring.Prompts(1, 12, 2)}
+    monkeypatch.setattr(scoring, "TASKS", tasks)
+    scored, calls = [], []
+    run = scoring._run
+
+    def noted(scorer, groups):
+        calls.append((scorer.model, len(groups)))
+        found = [(place, score) for part in scorer.scores(groups) for place, score in part.items()]
+        scored.append(sum(len(score.losses) for _, scores in found for score in scores))
+        run(scorer, groups)
+
+    monkeypatch.setattr(scoring, "_run", noted)
+    results = scoring.bench_core(CPU, repeats=2, config=config, n_examples=5)
+    assert [row["name"] for row in results] == ["three options", "one"]
+    for row, prompts, first in zip(results, tasks.values(), (0, 33), strict=True):
+        assert set(row["seconds"]) == {scoring.ALL_LOGITS, scoring.SCORED_LOGITS, scoring.BATCHES}
+        assert set(row["speedup"]) == {scoring.ALL_LOGITS, scoring.SCORED_LOGITS}
+        one_round = scored[first : first + 11]  # five examples by two models, then all of them
+        assert sum(one_round[:5]) == sum(one_round[5:10]) == one_round[10] > 0
+        assert [n for _, n in calls[first : first + 11]] == [prompts.options] * 10 + [5]

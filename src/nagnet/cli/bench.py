@@ -1,8 +1,8 @@
 """Measure speed and memory on this machine: alternatives side by side, interleaved, medians and quartiles.
 
 Benchmarks: residual_update, training_step, kept_bytes, training_loop, decoding, skipping, loss, core (scoring examples
-in context), compile_time, or all. Expect one to five minutes each. gpu checks and times the Triton kernels on a CUDA GPU in less
-than eight minutes; all leaves it out.
+in context), compile_time, or all. Expect one to five minutes each. gpu checks and times the Triton kernels on a CUDA
+GPU in less than eight minutes; all leaves it out.
 """
 
 from __future__ import annotations

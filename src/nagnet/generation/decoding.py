@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nagnet import ops
 from nagnet.generation.cache import KeyValueCache, extend
-from nagnet.generation.graph import Call, like, tensors_in
+from nagnet.generation.graph import Call, tensors_in
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.nn.attention import LayerPast, Past
@@ -120,54 +120,59 @@ class _Step:
     def __call__(self, cache: KeyValueCache, tokens: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         self._model.check_tokens(tokens)
         past = cache.past(counts, tokens.shape[1])
-        entered, cos, sin = self._enter(tokens, past.positions, past.layers[0])
         if not self._is_prepared:
-            self._prepare(entered, cos, sin, past)
-        state, carried = entered[0], tensors_in(entered)
-        for run, further in zip(self._blocks, self._further(past), strict=True):
+            self._prepare(tokens, past)
+        n_tensors = 3 if past.layers[0].allowed is None else 4  # as `tensors_in`, without asking each
+        layers: list[Any] = [layer[:n_tensors] for layer in past.layers]
+        *carried, cos, sin, unread = self._enter.run([tokens, past.positions, *layers[0]])
+        for run, further in zip(self._blocks, self._further(past.positions.shape, layers, unread), strict=True):
             carried = run.run([*carried, cos, sin, *further])
+        counted = () if self._skipping is None else (self._skipping.counts, *self._ran, past.is_token)
+        logits, log_norm = self._read_out.run([*carried[: self._n_state], *counted])
         cache.advance(counts)
-        state = like(state, list(carried[: len(state)]))
-        if self._skipping is None:
-            return self._read_out(state)
-        return self._read_out(state, self._skipping.counts, self._ran, past.is_token)
+        return logits, log_norm
 
-    def _prepare(self, entered: Any, cos: Tensor, sin: Tensor, past: Past) -> None:
-        """Compiles the graphs of the blocks that are not there yet, for inputs like these."""
+    def _prepare(self, tokens: Tensor, past: Past) -> None:
+        """Compiles the graphs that are not there yet, for inputs like these."""
+        skipping = self._skipping
+        entered, cos, sin, _ = self._enter(tokens, past.positions, past.layers[0])
         for index, run in enumerate(self._blocks):
             further: tuple[Any, ...] = (past.layers[index],)
-            if self._skipping is not None:
-                in_force = self._skipping.in_force(index, past.positions.shape)._replace(execution="branched")
+            if skipping is not None:
+                in_force = skipping.in_force(index, past.positions.shape)._replace(execution="branched")
                 written = past.layers[index]._replace(written=True)
                 further = written, in_force, self._ran[index], past.layers[0]
             run.prepare(*entered, cos, sin, *further)
+        counted = () if skipping is None else (skipping.counts, self._ran, past.is_token)
+        self._read_out.prepare(entered[0], *counted)
+        self._n_state = len(tensors_in(entered[0]))
         self._is_prepared = True
 
-    def _further(self, past: Past) -> Iterator[Sequence[Tensor]]:
+    def _further(self, shape: torch.Size, layers: list[Any], unread: Tensor) -> Iterator[Sequence[Tensor]]:
         """The tensors of what each block takes beside the stream and its position, in the order of `_prepare`."""
-        skipping, first = self._skipping, past.layers[0]
-        n_tensors = 3 if first.allowed is None else 4  # as `tensors_in`, without asking each
-        layers: list[Any] = [layer[:n_tensors] for layer in past.layers]
+        skipping = self._skipping
         if skipping is None:
             yield from layers
             return
         # Nobody asks for what follows the last block: keys and values of the first, in the slot that nobody reads.
-        unread = torch.full_like(first.slots, first.keys.shape[2] - 1)
-        following = [*layers[1:], first._replace(slots=unread)[:n_tensors]]
-        threshold, replaced, shape = skipping.threshold, skipping.replaced, past.positions.shape
+        keys, values, _, *allowed = layers[0]
+        following = [*layers[1:], (keys, values, unread, *allowed)]
+        threshold, replaced = skipping.threshold, skipping.replaced
         for index, layer in enumerate(layers):
             scores = () if replaced is None else (replaced(index, shape),)
             yield [*layer, threshold, *scores, self._ran[index], *following[index]]
 
 
 def _enter(model: Any, tokens: Tensor, positions: Tensor, past: LayerPast) -> Any:
-    return model.stream.enter(model.embed(tokens)), *model.rotary.at(positions)
+    """What the first block takes; and the slot of the past that takes what is not to be kept, for each token."""
+    unread = torch.full_like(past.slots, past.keys.shape[2] - 1)
+    return model.stream.enter(model.embed(tokens)), *model.rotary.at(positions), unread
 
 
 def _enter_and_remember(model: Any, tokens: Tensor, positions: Tensor, past: LayerPast) -> Any:
-    entered, cos, sin = _enter(model, tokens, positions, past)
+    entered, cos, sin, unread = _enter(model, tokens, positions, past)
     model.blocks[0].attention.remember(entered[1], cos, sin, past)
-    return entered, cos, sin
+    return entered, cos, sin, unread
 
 
 def _run_block(

@@ -58,7 +58,8 @@ class Call:
         """What the function returns."""
         if not self._is_prepared:
             self.prepare(*inputs)
-        return _filled(self._graph.result, iter(self.run(tensors_in(inputs))))
+        found = self.run(tensors_in(inputs))
+        return _filled(self._graph.result, iter(found))
 
 
 @functools.cache
@@ -153,7 +154,7 @@ def _structure(value: Any) -> Any:
     """Nested tuples and lists with the class Tensor in place of each tensor."""
     if isinstance(value, Tensor):
         return Tensor
-    return like(value, [_structure(part) for part in value]) if isinstance(value, (tuple, list)) else value
+    return _like(value, [_structure(part) for part in value]) if isinstance(value, (tuple, list)) else value
 
 
 def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
@@ -162,10 +163,10 @@ def _filled(structure: Any, tensors: Iterator[Tensor]) -> Any:
         return next(tensors)
     if not isinstance(structure, (tuple, list)):
         return structure
-    return like(structure, [next(tensors) if part is Tensor else _filled(part, tensors) for part in structure])
+    return _like(structure, [next(tensors) if part is Tensor else _filled(part, tensors) for part in structure])
 
 
-def like(example: Any, parts: list) -> Any:
+def _like(example: Any, parts: list) -> Any:
     """Parts as a list, tuple or named tuple."""
     return example._make(parts) if hasattr(example, "_make") else type(example)(parts)
 
