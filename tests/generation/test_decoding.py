@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from nagnet.generation import graph
 from nagnet.generation.cache import KeyValueCache, prefill
 from nagnet.generation.decoding import decode, decode_compiled
 from nagnet.generation.engine import generate
@@ -106,3 +107,16 @@ def test_compilations_of_64_tokens(build, compilations):
     assert compilations == ["_enter", "_run_block", "_read_out"]
     assert [completion.finish for completion in found] == ["length", "length", "context"]
     assert [completion.ids[:5] for completion in found] == [completion.ids[:5] for completion in expected]
+
+
+@torch.no_grad()
+def test_a_torch_that_hides_its_kernels(build, monkeypatch):
+    """Where what calls the kernels is not found inside of what torch returns, that is called itself."""
+    monkeypatch.setattr(graph, "_kernels_of", lambda compiled: None)
+    model = build(n_layers=2, d_model=8, n_heads=2, dtype=torch.float32)
+    caches = [KeyValueCache(model, 1, 16) for _ in range(2)]
+    for cache in caches:
+        prefill(model, cache, [[3, 1, 4]])
+    tokens = torch.tensor([[5]])
+    found = decode_compiled(model, caches[1], tokens, [1])
+    torch.testing.assert_close(found, decode(model, caches[0], tokens, [1]), rtol=1e-4, atol=1e-4)

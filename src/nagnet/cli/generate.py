@@ -60,7 +60,7 @@ class Options:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the blocks' matrices; embedding, gates and readout stay float32."""
     compile: bool = False
-    """Compile the step first: some fifteen seconds, five once it was done here; then several times faster. For long
+    """Compile the step first: some twenty seconds, five once it was done here; then several times faster. For long
     texts and large models."""
     plain: bool = False
     """No shades, also in a terminal with colour."""

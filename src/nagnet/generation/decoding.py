@@ -45,7 +45,7 @@ def decode_compiled(
 ) -> tuple[Float[Tensor, "b v"], Float[Tensor, " b"]]:
     """`decode` compiled: one graph serves all blocks and lengths of a batch size, and two the ends of the stream.
 
-    The first call takes some fifteen seconds, in later processes five: torch caches what it compiled.
+    The first call takes some twenty seconds, in later processes five: torch caches what it compiled.
     """
     step = _steps.get(cache)
     if step is None or not step.serves(model):

@@ -69,7 +69,7 @@ class TokenStream(Iterator[list[DrawnToken | None]]):
         end_token: ends a sequence when it is drawn.
         excluded: tokens that are never drawn and have probability 0.
         names: of the sequences, each of which has random numbers of its own by name; default: their places.
-        compiled: compile the step of one token per sequence on first use (some fifteen seconds). Where no compiler
+        compiled: compile the step of one token per sequence on first use (some twenty seconds). Where no compiler
             works, a warning says why, and the step is run as it is.
 
     Attributes:

@@ -114,9 +114,13 @@ def _compiled(
     examples = [node.meta["val"] for node in compress(placeholders, used)]
     options = OPTIONS_CPU if given[0].device.type == "cpu" else OPTIONS
     compiled: Any = torch._inductor.compile(graph, examples, options=options)
-    # Around the kernels torch wraps what serves autograd, autocast and profilers: a tenth of a step that skips all.
-    kernels = getattr(inspect.unwrap(compiled), "current_callable", None)
-    return kernels or (lambda tensors: compiled(*tensors)), used
+    return _kernels_of(compiled) or (lambda tensors: compiled(*tensors)), used
+
+
+def _kernels_of(compiled: Any) -> Callable[[list[Tensor]], Sequence[Tensor]] | None:
+    """What calls the kernels, inside of what serves autograd, autocast and profilers (a tenth of a step that skips
+    all), or None where this torch hides it."""
+    return getattr(inspect.unwrap(compiled), "current_callable", None)
 
 
 class _Applied(nn.ModuleList):
