@@ -15,6 +15,7 @@ from nagnet.models.flops import (
     skippable_flops_per_token,
     training_flops_per_token,
 )
+from nagnet.nn import attention, skip
 
 SHAPES = {
     "plain": {},
@@ -28,10 +29,11 @@ THRESHOLDS = (0.0, 0.3, 0.5, 0.6, 1.0)
 
 @pytest.fixture
 def skipping(small, randomised, generator):
-    """Builds a random model with a policy, whose scores are spread."""
+    """Builds a random model with a policy, whose scores are spread; without a threshold it never skips."""
 
     def make(threshold=0.5, **changes):
-        model = randomised(small(skip=SkipPolicy(threshold=threshold), max_seq_len=160, **changes))
+        policy = SkipPolicy(target_rate=0.0) if threshold is None else SkipPolicy(threshold=threshold)
+        model = randomised(small(skip=policy, max_seq_len=160, **changes))
         with torch.no_grad():
             for update in model.stream.updates:
                 update.modulator.bias.normal_(generator=generator)
@@ -221,3 +223,19 @@ def test_compiled_training(skipping, generator):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[-1] <= graphs[0] + 1, graphs  # the MLP of packed rows, and of all tokens
     torch._dynamo.reset()
+
+
+def test_while_nothing_is_skipped_nothing_is_packed(skipping, generator, monkeypatch):
+    """A control that never skips runs the blocks of the full depth, decides, counts; and packs when a skip comes."""
+    model = skipping(None)
+    tokens = torch.randint(32, (2, 9), generator=generator)
+    expected, packed = with_gradients(model, tokens, "masked"), []
+    monkeypatch.setattr(attention.Attention, "_packed", lambda *arguments: packed.append(arguments))
+    monkeypatch.setattr(skip, "_run_packed", lambda *arguments: packed.append(arguments))
+    torch.testing.assert_close(with_gradients(model, tokens, "packed"), expected, rtol=0, atol=0)
+    assert not packed and model.skipping.run_rates() == [1.0] * len(model.stream.updates)
+    assert int(model.skipping.histogram.sum()) == 2 * 9 * len(model.stream.updates)
+    model.set_skip_threshold(0.5)
+    with pytest.raises(AttributeError):  # what was put in place of packing returns nothing
+        model(tokens)
+    assert packed

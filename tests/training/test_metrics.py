@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -143,6 +144,18 @@ def test_rows_before_a_flush_survive_a_kill(tmp_path, moment):
     assert [r["step"] for r in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 5
     MetricsWriter(tmp_path, resume_step=5).close()
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in scalars(tmp_path)["loss"]] == [1, 2, 3, 4, 5]
+
+
+def test_going_on_in_the_second_of_the_kill(tmp_path):
+    """TensorBoard reads the files of one second in the order of the numbers of their processes."""
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 7):
+            writer.write(row(step))
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    kind, host = "events.out.tfevents", events.name.split(".")[4]
+    events.rename(events.with_name(f"{kind}.{int(time.time())}.{host}.9999999.0"))
+    MetricsWriter(tmp_path, resume_step=5).close()
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [1, 2, 3, 4, 5]
 
 

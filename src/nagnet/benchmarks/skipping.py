@@ -103,7 +103,8 @@ def bench_skipping_training(
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     steps, models = {}, {}
     for name, rate in ((FULL, None), ("nothing skipped", 0.0), ("25% skipped", 0.25)):
-        policy = SkipPolicy() if rate is None else SkipPolicy(threshold=rate)
+        # A rate of 0 is that of a control: it could skip and never does.
+        policy = SkipPolicy(threshold=rate) if rate else SkipPolicy(target_rate=rate)
         model = models[name] = Decoder(config.replace(skip=policy), seed=0).to(device)
         if rate:
             _skip_at_random(model)

@@ -150,11 +150,14 @@ class Decoder(nn.Module):
         updates = list(self.stream.updates)
         state, reading, gain = self.stream.enter(embedding)
         decisions: list[Decision] = []
+        execution = None if self.skipping is None else self.skipping.execution_now()
         checkpointing = self.checkpoint_blocks and self.training and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
             following = updates[2 * index + 2] if index + 1 < len(self.blocks) else None
             run = functools.partial(checkpoint, block, use_reentrant=False) if checkpointing else block
-            skips = None if self.skipping is None else self.skipping.in_force(index, tokens.shape)
+            skips = None
+            if self.skipping is not None:
+                skips = self.skipping.in_force(index, tokens.shape)._replace(execution=execution)
             state, reading, gain, decided = run(
                 state,
                 reading,

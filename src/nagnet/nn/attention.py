@@ -299,7 +299,7 @@ class Attention(nn.Module):
         def whole(x: Tensor) -> Tensor:
             return self._branch(x, cos, sin, k, v, key_mask, past)
 
-        if decision is None:
+        if decision is None or decision.execution == "whole":
             return whole(x)
         if decision.execution == "branched":
             return run_if_any(whole, x, decision.run)

@@ -83,7 +83,7 @@ def rotation_score(gain: Float[Tensor, "*batch"], cap: Float[Tensor, ""]) -> Flo
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Execution = Literal["packed", "masked", "branched"]
+Execution = Literal["packed", "whole", "masked", "branched"]
 
 
 class Decision(NamedTuple):
@@ -91,9 +91,10 @@ class Decision(NamedTuple):
 
     Attributes:
         scores: r [B, T]. run: bool [B, T], whether a token runs the sublayer.
-        execution: ``packed``: the tokens that run are computed, and no others. ``masked``, the reference: all are
-            computed, and what is not asked for is dropped. ``branched``: masked if any token runs, and nothing computed
-            if none does, within one graph; for a compiled pass of one token.
+        execution: ``packed``: the tokens that run are computed, and no others. ``whole``: all of them run, so nothing
+            is packed. ``masked``, the reference: all are computed, and what is not asked for is dropped. ``branched``:
+            masked if any token runs, and nothing computed if none does, within one graph; for a compiled pass of one
+            token.
     """
 
     scores: Tensor
@@ -121,7 +122,7 @@ class SkipsInForce(NamedTuple):
 
 def run_tokens(sublayer: Callable[[Tensor], Tensor], x: Float[Tensor, "b t d"], decision: Decision | None) -> Tensor:
     """The branch [B, T, d] of a sublayer that treats every token alone; zero for a token that skips it."""
-    if decision is None:
+    if decision is None or decision.execution == "whole":
         return sublayer(x)
     if decision.execution == "packed":
         return _run_packed(sublayer, x, decision.run)
@@ -240,6 +241,12 @@ class Skipping(Float32Module):
         return SkipsInForce(
             self.threshold, self.execution, None if self.replaced is None else self.replaced(block, shape)
         )
+
+    def execution_now(self) -> Execution:
+        """``execution``, but ``whole`` for ``packed`` while the threshold is below every rotation score: a control that
+        never skips, and a run before its first skip, have the blocks of the full depth."""
+        packed = self.execution == "packed" and self.replaced is None and not torch.compiler.is_compiling()
+        return "whole" if packed and float(self.threshold) < 0.0 else self.execution
 
     @contextmanager
     def counting(self, counted: Tensor) -> Iterator[None]:

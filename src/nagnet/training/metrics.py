@@ -13,6 +13,7 @@ import json
 import math
 import os
 import secrets
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -206,6 +207,15 @@ class MetricsWriter:
         self.close()
 
 
+def _wait_for_a_later_name(folder: Path) -> None:
+    """TensorBoard reads event files in the order of their names, which begin with the second they were made in, and
+    purges what it has read before: so the file of a process killed in this very second must not come last."""
+    seconds = [file.name.split(".")[3] for file in folder.glob("events.out.tfevents.*")]
+    left = max((int(second) + 1 for second in seconds if second.isdecimal()), default=0) - time.time()
+    if 0 < left <= 1:  # more is a clock that was wrong
+        time.sleep(left)
+
+
 class TensorBoardTracker:
     """TensorBoard event files, with all numbers of a row in one event."""
 
@@ -216,6 +226,7 @@ class TensorBoardTracker:
         self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         # Purged from here on: what an earlier process wrote after the checkpoint.
         purge_step = None if resume_step is None else resume_step + 1
+        _wait_for_a_later_name(folder / TENSORBOARD_FOLDER)
         self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge_step)
         if config and resume_step is None:
             self._writer.add_text("config", f"```\n{to_json(config, indent=2)}\n```")
