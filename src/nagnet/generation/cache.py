@@ -45,7 +45,7 @@ class KeyValueCache:
         # One more slot than positions, which padding is written to (LayerPast), and one before them that is not used:
         # of a view without an offset a compiler makes a graph of its own, and windows move the offset.
         shape = (2 * config.n_layers * batch_size, config.n_kv_heads, capacity + 2, config.head_dim)
-        self._kept = torch.zeros(shape, dtype=self.dtype, device=self.device)  # keys and values of all layers in turn
+        self._kept = torch.zeros(shape, dtype=self.dtype, device=self.device)  # of each layer B keys, B values
         self.lengths = [0] * batch_size
 
     def reset(self) -> None:

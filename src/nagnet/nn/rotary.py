@@ -52,7 +52,7 @@ class RotaryTable(Float32Module):
         return self.cos[positions], self.sin[positions]
 
     def reserve(self, length: int) -> None:
-        """Makes the tables at least this long."""
+        """Makes the tables serve at least this many positions."""
         if length > self.cos.shape[0]:
             self._build(max(length, 2 * self.cos.shape[0]), self.cos.device)
 
