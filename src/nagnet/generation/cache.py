@@ -15,7 +15,7 @@ from torch import Tensor
 from nagnet.errors import UserError
 from nagnet.models.decoder import Decoder
 from nagnet.nn.attention import LayerPast, Past
-from nagnet.typing import Int
+from nagnet.typing import Bool, Int
 
 PREFILL_CHUNK = 512  # tokens a pass: a larger mask costs memory, a smaller one reads all weights more often
 
@@ -31,6 +31,7 @@ class KeyValueCache:
 
     Attributes:
         lengths: tokens of each sequence so far, B numbers. device, dtype: of keys and values.
+        compiled_step: what `decode_compiled` keeps for it.
     """
 
     def __init__(self, model: Decoder, batch_size: int, capacity: int):
@@ -42,20 +43,23 @@ class KeyValueCache:
         self.device, self.dtype = weight.device, weight.dtype
         windows = config.sliding_windows or (0,)
         self._windows = [windows[layer % len(windows)] for layer in range(config.n_layers)]
-        # One more slot than positions, which padding is written to (LayerPast), and one before them that is not used:
-        # of a view without an offset a compiler makes a graph of its own, and windows move the offset.
-        shape = (2 * config.n_layers * batch_size, config.n_kv_heads, capacity + 2, config.head_dim)
-        self._kept = torch.zeros(shape, dtype=self.dtype, device=self.device)  # of each layer B keys, B values
+        # One more slot than positions, which padding is written to (LayerPast).
+        shape = (2, batch_size, config.n_kv_heads, capacity + 1, config.head_dim)
+        self._layers = [torch.zeros(shape, dtype=self.dtype, device=self.device).unbind() for _ in self._windows]
+        self._is_token = torch.ones(1, 1, dtype=torch.bool, device=self.device)
         self.lengths = [0] * batch_size
+        self.compiled_step: Any = None
 
     def reset(self) -> None:
         """Forgets all sequences; the next ones start from position 0."""
         self.lengths = [0] * len(self.lengths)
-        self._kept.zero_()  # hidden slots are multiplied by 0, which a NaN would survive
+        for keys, values in self._layers:  # hidden slots are multiplied by 0, which a NaN would survive
+            keys.zero_()
+            values.zero_()
 
     def bytes_read(self) -> int:
         """Bytes of keys and values that the next token of every sequence will read, its own included."""
-        per_slot = 2 * self._kept[0, :, 0].nbytes
+        per_slot = 2 * self._layers[0][0][0, :, 0].nbytes
         return per_slot * sum(
             min(length + 1, window or length + 1) for length in self.lengths for window in self._windows
         )
@@ -75,35 +79,37 @@ class KeyValueCache:
         if end > self.capacity:
             raise UserError(f"{end} tokens do not fit a cache of {self.capacity}; make it with a larger capacity")
         alone = width == len(counts) == 1
-        positions, written = self._places(ends, width)
+        positions, slots, is_token = self._places(ends, width)
         lowest = min(min(length, stop - 1) for length, stop in zip(self.lengths, ends, strict=True))
-        layers: list[Any] = [None] * len(self._windows)
+        seen = {}
         for window in set(self._windows):
             first = max(0, lowest - window + 1) if window else 0
-            allowed = None if alone else _allowed(positions, first, end, window)
-            slots = written - first if first else written
-            # "Unsafe" for autograd alone: views of their own, which may be written to one by one.
-            seen = self._kept.narrow(2, first + 1, end + 1 - first).unsafe_split(len(counts))
-            for layer, of_layer in enumerate(self._windows):
-                if of_layer == window:
-                    layers[layer] = LayerPast(seen[2 * layer], seen[2 * layer + 1], slots, allowed)
-        return Past(positions, end, layers, written < end)
+            ruler = torch.empty(first + 1, end - first + 1, 0, device=self.device)
+            seen[window] = ruler, None if alone else _allowed(positions, first, end, window)
+        layers = [
+            LayerPast(keys, values, slots, *seen[window])
+            for (keys, values), window in zip(self._layers, self._windows, strict=True)
+        ]
+        return Past(positions, end, layers, is_token)
 
-    def _places(self, ends: Sequence[int], width: int) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
-        """Of the tokens of a pass: their positions, and the slots, counted from position 0, that they are written to.
+    def _places(
+        self, ends: Sequence[int], width: int
+    ) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"], Bool[Tensor, "b t"]]:
+        """Of the columns of a pass: their positions, the slots that they are written to, and which are tokens.
 
         In plain numbers: of a step of one token, each operation on tensors would take longer than all of this.
         """
         if width == len(ends) == 1 and self.lengths[0] < ends[0]:
             position = torch.full((1, 1), self.lengths[0], device=self.device)  # `torch.tensor` takes thrice as long
-            return position, position
+            return position, position, self._is_token
         rows = [
             [(start + column, stop) for column in range(width)] for start, stop in zip(self.lengths, ends, strict=True)
         ]
         # Padding stands where the last token does: what it computes is dropped, but must be finite.
         positions = [[max(0, min(place, stop - 1)) for place, stop in row] for row in rows]
-        written = [[place if place < stop else max(ends) for place, stop in row] for row in rows]
-        return torch.tensor(positions).to(self.device), torch.tensor(written).to(self.device)
+        slots = [[place if place < stop else self.capacity for place, stop in row] for row in rows]
+        placed = torch.tensor(positions).to(self.device), torch.tensor(slots).to(self.device)
+        return *placed, placed[1] < self.capacity
 
     def advance(self, counts: Sequence[int]) -> None:
         """Counts the tokens of a pass that has been made."""

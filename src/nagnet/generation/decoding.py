@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -47,9 +46,9 @@ def decode_compiled(
 
     The first call takes some twenty seconds, in later processes five: torch caches what it compiled.
     """
-    step = _steps.get(cache)
+    step = cache.compiled_step
     if step is None or not step.serves(model):
-        step = _steps[cache] = _Step(model, cache)
+        step = cache.compiled_step = _Step(model, cache)
     return step(cache, tokens, counts)
 
 
@@ -95,6 +94,7 @@ class _Step:
         self._read_out = Call(_read_out_and_count if skips else _read_out, kind, model.readout)
         shape = len(blocks), 2, kind.batch_size, 1
         self._ran = torch.empty(shape, dtype=torch.bool, device=cache.device).unbind()  # what was decided, by block
+        self._unread = torch.full((kind.batch_size, 1), cache.capacity, device=cache.device)
         self._is_prepared = False
         self._blocks = []
         for index, block in enumerate(blocks):
@@ -122,10 +122,10 @@ class _Step:
         past = cache.past(counts, tokens.shape[1])
         if not self._is_prepared:
             self._prepare(tokens, past)
-        n_tensors = 3 if past.layers[0].allowed is None else 4  # as `tensors_in`, without asking each
+        n_tensors = 4 if past.layers[0].allowed is None else 5  # as `tensors_in`, without asking each
         layers: list[Any] = [layer[:n_tensors] for layer in past.layers]
-        *carried, cos, sin, unread = self._enter.run([tokens, past.positions, *layers[0]])
-        for run, further in zip(self._blocks, self._further(past.positions.shape, layers, unread), strict=True):
+        *carried, cos, sin = self._enter.run([tokens, past.positions, *layers[0]])
+        for run, further in zip(self._blocks, self._further(past.positions.shape, layers), strict=True):
             carried = run.run([*carried, cos, sin, *further])
         counted = () if self._skipping is None else (self._skipping.counts, *self._ran, past.is_token)
         logits, log_norm = self._read_out.run([*carried[: self._n_state], *counted])
@@ -135,7 +135,7 @@ class _Step:
     def _prepare(self, tokens: Tensor, past: Past) -> None:
         """Compiles the graphs that are not there yet, for inputs like these."""
         skipping = self._skipping
-        entered, cos, sin, _ = self._enter(tokens, past.positions, past.layers[0])
+        entered, cos, sin = self._enter(tokens, past.positions, past.layers[0])
         for index, run in enumerate(self._blocks):
             further: tuple[Any, ...] = (past.layers[index],)
             if skipping is not None:
@@ -148,15 +148,15 @@ class _Step:
         self._n_state = len(tensors_in(entered[0]))
         self._is_prepared = True
 
-    def _further(self, shape: torch.Size, layers: list[Any], unread: Tensor) -> Iterator[Sequence[Tensor]]:
+    def _further(self, shape: torch.Size, layers: list[Any]) -> Iterator[Sequence[Tensor]]:
         """The tensors of what each block takes beside the stream and its position, in the order of `_prepare`."""
         skipping = self._skipping
         if skipping is None:
             yield from layers
             return
         # Nobody asks for what follows the last block: keys and values of the first, in the slot that nobody reads.
-        keys, values, _, *allowed = layers[0]
-        following = [*layers[1:], (keys, values, unread, *allowed)]
+        keys, values, _, *seen = layers[0]
+        following = [*layers[1:], (keys, values, self._unread, *seen)]
         threshold, replaced = skipping.threshold, skipping.replaced
         for index, layer in enumerate(layers):
             scores = () if replaced is None else (replaced(index, shape),)
@@ -164,15 +164,14 @@ class _Step:
 
 
 def _enter(model: Any, tokens: Tensor, positions: Tensor, past: LayerPast) -> Any:
-    """What the first block takes; and the slot of the past that takes what is not to be kept, for each token."""
-    unread = torch.full_like(past.slots, past.keys.shape[2] - 1)
-    return model.stream.enter(model.embed(tokens)), *model.rotary.at(positions), unread
+    """What the first block takes."""
+    return model.stream.enter(model.embed(tokens)), *model.rotary.at(positions)
 
 
 def _enter_and_remember(model: Any, tokens: Tensor, positions: Tensor, past: LayerPast) -> Any:
-    entered, cos, sin, unread = _enter(model, tokens, positions, past)
+    entered, cos, sin = _enter(model, tokens, positions, past)
     model.blocks[0].attention.remember(entered[1], cos, sin, past)
-    return entered, cos, sin, unread
+    return entered, cos, sin
 
 
 def _run_block(
@@ -222,6 +221,3 @@ def _read_out(readout: Any, state: Any) -> tuple[Tensor, Tensor]:
 def _read_out_and_count(readout: Any, state: Any, counts: Tensor, ran: Any, is_token: Tensor) -> Any:
     count_(counts, torch.cat(ran), is_token)
     return _read_out(readout, state)
-
-
-_steps: WeakKeyDictionary[KeyValueCache, _Step] = WeakKeyDictionary()

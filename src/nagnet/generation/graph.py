@@ -19,7 +19,8 @@ from nagnet.nn.attention import LayerPast
 # Of the compiler: no size is checked before each kernel, and C++ in place of Python calls the kernels of a CPU.
 OPTIONS = {"size_asserts": False}
 OPTIONS_CPU = OPTIONS | {"cpp_wrapper": True}
-EXAMPLE_SLOTS = 7  # S of the past that a graph is traced with; any number that no other size is likely to have
+# The past that a graph is traced with: C, f and S of `LayerPast`; any numbers that no other size is likely to have.
+EXAMPLE_CAPACITY, EXAMPLE_FIRST, EXAMPLE_SLOTS = 22, 4, 7
 
 
 class Call:
@@ -97,7 +98,7 @@ class Graph:
 
         given = (*tensors, *tensors_in(examples))
         growing = _growing_sizes(examples)
-        sizes = tuple({growing[id(tensor)]: Dim.DYNAMIC} if id(tensor) in growing else None for tensor in given)
+        sizes = tuple(dict.fromkeys(growing.get(id(tensor), ()), Dim.DYNAMIC) or None for tensor in given)
         self.run, self.used = _compiled(flat, given, sizes)
 
 
@@ -176,21 +177,18 @@ def _like(example: Any, parts: list) -> Any:
 
 
 def _example(past: LayerPast) -> LayerPast:
-    """A past of several slots, to compile for any number: what is compiled for one slot serves no other number.
-
-    Like that of a cache, keys and values are views of a longer tensor, so that no stride follows from a size.
-    """
+    """A past of several slots, to compile for any number: what is compiled for one slot serves no other number."""
     batch_size, heads, _, width = past.keys.shape
-    slots = EXAMPLE_SLOTS
-    keys, values = (past.keys.new_empty(batch_size, heads, slots + 3, width).narrow(2, 1, slots + 1) for _ in range(2))
-    allowed = None if past.allowed is None else past.allowed.new_ones(*past.allowed.shape[:3], slots)
-    return past._replace(keys=keys, values=values, allowed=allowed)
+    keys, values = (past.keys.new_zeros(batch_size, heads, EXAMPLE_CAPACITY + 1, width) for _ in range(2))
+    ruler = past.ruler.new_empty(EXAMPLE_FIRST + 1, EXAMPLE_SLOTS + 1, 0)
+    allowed = None if past.allowed is None else past.allowed.new_ones(*past.allowed.shape[:3], EXAMPLE_SLOTS)
+    return past._replace(keys=keys, values=values, ruler=ruler, allowed=allowed)
 
 
-def _growing_sizes(inputs: Sequence[Any]) -> dict[int, int]:
-    """By the id of a tensor, which of its sizes grows with the cache."""
-    growing = {}
+def _growing_sizes(inputs: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+    """By the id of a tensor, which of its sizes differ between steps and caches."""
+    growing: dict[int, tuple[int, ...]] = {}
     for past in inputs:
         if isinstance(past, LayerPast):
-            growing.update({id(past.keys): 2, id(past.values): 2, id(past.allowed): 3})
+            growing |= {id(past.keys): (2,), id(past.values): (2,), id(past.ruler): (0, 1), id(past.allowed): (3,)}
     return growing

@@ -23,16 +23,19 @@ class LayerPast(NamedTuple):
     """What one layer keeps of earlier tokens, and where the tokens of this pass belong in it.
 
     Attributes:
-        keys, values: [B, G, S + 1, k], written in place. Slots 0..S-1 hold positions in their order; slot S takes what
+        keys, values: [B, G, C + 1, k], written in place. Slots 0..C-1 hold positions in their order; slot C takes what
             is written for padding and is never read.
-        slots: int64 [B, T], the slot of each token of this pass, S for padding.
-        allowed: bool [B, 1, T, S], the slots that each token sees; None where every token sees all.
+        slots: int64 [B, T], the slot of each token of this pass, C for padding.
+        ruler: [f + 1, S + 1, 0]. It has no elements, its sizes say what this pass may see: S slots from slot f on. So
+            a compiled graph is given the same keys and values at every step, and neither number as a constant.
+        allowed: bool [B, 1, T, S], which of these each token sees; None where every token sees all.
         written: whether keys and values hold the tokens of this pass already.
     """
 
     keys: Tensor
     values: Tensor
     slots: Tensor
+    ruler: Tensor
     allowed: Tensor | None
     written: bool = False
 
@@ -47,7 +50,8 @@ class LayerPast(NamedTuple):
 
     def seen(self) -> tuple[Float[Tensor, "b g s k"], Float[Tensor, "b g s k"]]:
         """Keys and values [B, G, S, k] of all tokens that those of this pass may see, themselves included."""
-        return self.keys[:, :, :-1], self.values[:, :, :-1]
+        first, n_slots = (size - 1 for size in self.ruler.shape[:2])
+        return self.keys.narrow(2, first, n_slots), self.values.narrow(2, first, n_slots)
 
 
 class Past(NamedTuple):
