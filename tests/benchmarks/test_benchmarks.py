@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nagnet.errors import UserError
 from nagnet.generation import graph
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
+from nagnet.nn.norm_agnostic import NormAgnosticResidual
 from nagnet.ops import fused
 
 CPU = torch.device("cpu")
@@ -174,10 +176,23 @@ def test_skipping_counts_what_it_saves(tiny_skipping):
     assert 1.0 < rows["25% skipped"]["ceiling"] < 1.33
 
 
+def test_the_floor_is_what_no_token_skips(tiny_skipping, monkeypatch):
+    gain, gains = NormAgnosticResidual.gain, []
+    monkeypatch.setattr(NormAgnosticResidual, "gain", lambda update, state: gains.append(update) or gain(update, state))
+    model = Decoder(skipping.DECODED, seed=0)
+    floor = skipping._floor(model, 5)
+    called = Counter()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: called.update([name.split(".")[-1]]))
+    gains.clear()
+    floor()
+    assert called == {"k_proj": 4, "v_proj": 4, "readout": 1} and len(gains) == 8
+
+
 def test_skipping_prints(tiny_skipping, capsys):
     assert run(["bench", "skipping", "--repeats", "2", "--seq-len", "4"]) == 0
     out = capsys.readouterr().out
-    assert out.count("of the ceiling") == 6 and "all skipped" in out
+    assert out.count("of the ceiling") == 7 and out.count("x its floor") == 1
 
 
 def test_scoring_is_timed_on_the_same_answers(monkeypatch):

@@ -16,6 +16,7 @@ from nagnet.benchmarks.decoding import COPIED_BYTES, bytes_per_step, filled_cach
 from nagnet.benchmarks.timing import clear_gradients, interleave
 from nagnet.generation.cache import KeyValueCache
 from nagnet.generation.decoding import decode_compiled
+from nagnet.generation.graph import Call, tensors_in
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
 from nagnet.models.flops import skip_rates, skippable_parameters, training_flops_per_token
@@ -25,9 +26,9 @@ from nagnet.training.compute import autocast
 DECODED = ModelConfig(d_model=768, n_layers=12, n_heads=12, vocab_size=8192, max_seq_len=1024, n_directions=32)
 TRAINED = ModelConfig(d_model=512, n_layers=12, n_heads=8, vocab_size=8192, max_seq_len=512, n_directions=32)
 BATCH_SIZE, SEQ_LEN = 4, 512  # of a training step
+FULL, ALL, FLOOR = "full depth", "all skipped", "all skipped, floor"
 # Sublayers out of every eight that are skipped: as many of attention as of MLP.
-SKIPPED_OF_EIGHT = {"nothing skipped": (), "25% skipped": (0, 5), "50% skipped": (0, 3, 4, 7), "all skipped": range(8)}
-FULL = "full depth"
+SKIPPED_OF_EIGHT = {"nothing skipped": (), "25% skipped": (0, 5), "50% skipped": (0, 3, 4, 7), ALL: range(8)}
 
 
 def bench_skipping_decode(context: int, device: torch.device, repeats: int, compiled: bool = True) -> dict[str, Any]:
@@ -35,7 +36,9 @@ def bench_skipping_decode(context: int, device: torch.device, repeats: int, comp
 
     Returns:
         Per alternative: ``bytes`` that the step must read, seconds, ``speedup`` over the full depth, its ``ceiling``
-        (the ratio of bytes), and ``bound``, the seconds that the bytes take at the speed of a copy.
+        (the ratio of bytes), and ``bound``, the seconds that the bytes take at the speed of a copy. One alternative
+        more is the floor of the step that skips all: its keys, values, gains and logits, and nothing else;
+        ``over_floor`` is the time of that step over it.
     """
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -49,6 +52,8 @@ def bench_skipping_decode(context: int, device: torch.device, repeats: int, comp
             skipped = _skip_fixed(model, SKIPPED_OF_EIGHT[name])
             n_bytes[name] -= _bytes_saved(model, cache, skipped)
         steps[name] = functools.partial(step_at, decode_compiled, model, cache, context)
+    n_bytes[FLOOR] = n_bytes[ALL]
+    steps[FLOOR] = _floor(Decoder(DECODED, seed=0).to(device), context)
     timings = interleave(steps, repeats)
     bandwidth = 2 * COPIED_BYTES / timings["copy"].median
     rows = {}
@@ -60,7 +65,42 @@ def bench_skipping_decode(context: int, device: torch.device, repeats: int, comp
             "speedup": timings[FULL].median / timings[name].median,
             "ceiling": n_bytes[FULL] / size,
         }
+    rows[ALL]["over_floor"] = timings[ALL].median / timings[FLOOR].median
     return {"shape": _shape(DECODED), "context": context, "copy_bytes_per_second": bandwidth, "alternatives": rows}
+
+
+@torch.no_grad()
+def _floor(model: Decoder, position: int) -> Callable[[], None]:
+    """The part of a step that no token can skip: keys and values of every layer, all gains, the logits; compiled as a
+    step is and called block by block, but for one direction throughout."""
+    tokens = torch.ones(1, 1, dtype=torch.long, device=model.embedding.weight.device)
+    state = model.stream.begin(model.embed(tokens))
+    model.rotary.reserve(position + 1)
+    cos, sin = model.rotary.at(position * tokens)
+    calls, updates = [], list(model.stream.updates)
+    for index, block in enumerate(model.blocks):
+        attention: Any = block.attention
+        call = Call(_keys_values_gains, model.config, attention, updates[2 * index], updates[2 * index + 1])
+        calls.append((call, tensors_in((state, cos, sin))))
+        call.prepare(state, cos, sin)
+    readout = Call(_logits, model.config, model.readout)
+    readout.prepare(state)
+    calls.append((readout, tensors_in(state)))
+
+    def run() -> None:
+        for call, tensors in calls:
+            call.run(tensors)
+
+    return torch.no_grad()(run)
+
+
+def _keys_values_gains(attention: Any, first: Any, second: Any, state: Any, cos: Tensor, sin: Tensor) -> Any:
+    return attention.keys_and_values(first.read(state), cos, sin), first.gain(state), second.gain(state)
+
+
+def _logits(readout: Any, state: Any) -> Tensor:
+    direction, log_norm = state.split()
+    return readout(direction[:, 0], log_norm[:, 0])
 
 
 def _skip_fixed(model: Decoder, of_eight: Any) -> list[bool]:

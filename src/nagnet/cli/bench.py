@@ -287,7 +287,8 @@ def _skipping_lines(result: dict[str, Any]) -> list[str]:
                     f"{row['ceiling']:.3f}"
                 )
             )
-            lines.append(f"  {alternative:16} {_milliseconds(row['seconds'])}{against}{bound}")
+            floor = f", {row['over_floor']:.2f} x its floor" if "over_floor" in row else ""
+            lines.append(f"  {alternative:18} {_milliseconds(row['seconds'])}{against}{bound}{floor}")
     return lines
 
 
