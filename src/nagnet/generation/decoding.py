@@ -93,7 +93,8 @@ class _Step:
         self._enter = Call(_enter_and_remember if skips else _enter, of_start, model)
         self._read_out = Call(_read_out_and_count if skips else _read_out, kind, model.readout)
         shape = len(blocks), 2, kind.batch_size, 1
-        self._ran = torch.empty(shape, dtype=torch.bool, device=cache.device).unbind()  # what was decided, by block
+        self._ran = torch.empty(shape, dtype=torch.bool, device=cache.device)  # what was decided
+        self._ran_of_blocks = self._ran.unbind()
         self._unread = torch.full((kind.batch_size, 1), cache.capacity, device=cache.device)
         self._is_prepared = False
         self._blocks = []
@@ -127,7 +128,7 @@ class _Step:
         *carried, cos, sin = self._enter.run([tokens, past.positions, *layers[0]])
         for run, further in zip(self._blocks, self._further(past.positions.shape, layers), strict=True):
             carried = run.run([*carried, cos, sin, *further])
-        counted = () if self._skipping is None else (self._skipping.counts, *self._ran, past.is_token)
+        counted = () if self._skipping is None else (self._skipping.counts, self._ran, past.is_token)
         logits, log_norm = self._read_out.run([*carried[: self._n_state], *counted])
         cache.advance(counts)
         return logits, log_norm
@@ -141,7 +142,7 @@ class _Step:
             if skipping is not None:
                 in_force = skipping.in_force(index, past.positions.shape)._replace(execution="branched")
                 written = past.layers[index]._replace(written=True)
-                further = written, in_force, self._ran[index], past.layers[0]
+                further = written, in_force, self._ran_of_blocks[index], past.layers[0]
             run.prepare(*entered, cos, sin, *further)
         counted = () if skipping is None else (skipping.counts, self._ran, past.is_token)
         self._read_out.prepare(entered[0], *counted)
@@ -160,7 +161,7 @@ class _Step:
         threshold, replaced = skipping.threshold, skipping.replaced
         for index, layer in enumerate(layers):
             scores = () if replaced is None else (replaced(index, shape),)
-            yield [*layer, threshold, *scores, self._ran[index], *following[index]]
+            yield [*layer, threshold, *scores, self._ran_of_blocks[index], *following[index]]
 
 
 def _enter(model: Any, tokens: Tensor, positions: Tensor, past: LayerPast) -> Any:
@@ -218,6 +219,6 @@ def _read_out(readout: Any, state: Any) -> tuple[Tensor, Tensor]:
     return readout(direction, log_norm), log_norm
 
 
-def _read_out_and_count(readout: Any, state: Any, counts: Tensor, ran: Any, is_token: Tensor) -> Any:
-    count_(counts, torch.cat(ran), is_token)
+def _read_out_and_count(readout: Any, state: Any, counts: Tensor, ran: Tensor, is_token: Tensor) -> Any:
+    count_(counts, ran.flatten(0, 1), is_token)
     return _read_out(readout, state)
