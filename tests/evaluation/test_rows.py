@@ -1,8 +1,12 @@
 """Rows are scored as each would be alone, in whatever batches."""
 
+import copy
+import shutil
+
 import pytest
 import torch
 
+from nagnet import ops
 from nagnet.evaluation import rows as module
 from nagnet.evaluation.rows import Row, RowScorer, evaluating
 from nagnet.models.config import ModelConfig
@@ -73,13 +77,18 @@ def group_of(shared, parts, generator):
     return rows
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 40, 4096])
-@pytest.mark.parametrize("name", list(MODELS))
-def test_rows_that_begin_alike_are_scored_as_each_alone(name, batch_tokens, generator):
+def randomised(name, generator):
     model = Decoder(ModelConfig(**SHAPE | MODELS[name]), seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 40, 4096])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_rows_that_begin_alike_are_scored_as_each_alone(name, batch_tokens, generator):
+    model = randomised(name, generator)
     groups, found = [group_of(*group, generator) for group in GROUPS.values()], {}
     with evaluating():
         for scores in RowScorer(model, 256, batch_tokens).scores(groups):
@@ -89,6 +98,46 @@ def test_rows_that_begin_alike_are_scored_as_each_alone(name, batch_tokens, gene
         assert min(model.skipping.run_rates()) < 0.9
     for place, group in enumerate(groups):
         check(found[place], group, model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("name", list(MODELS))
+def test_compiled_blocks_score_the_same_and_one_graph_serves_all_shapes(name, generator):
+    assert ops.compiler_works()  # which compiles a function of its own
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    stats = torch._dynamo.utils.counters["stats"]
+    model = randomised(name, generator).double()
+    plain = copy.deepcopy(model)
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own: models raise it
+        scorers = {tokens: RowScorer(model, 256, tokens, compiled=True) for tokens in (40, 100, 4096)}
+        graphs = []
+        for tokens, scorer in scorers.items():
+            groups, found = [group_of(*group, generator) for group in GROUPS.values()], {}
+            with evaluating():
+                for scores in scorer.scores(groups + [[row] for row in groups[0]]):
+                    found |= scores
+            for place, group in enumerate(groups):
+                for score, row in zip(found[place], group, strict=True):
+                    losses, hits = alone(plain, row)
+                    torch.testing.assert_close(score.losses, losses.double(), rtol=1e-11, atol=1e-11)
+                    assert torch.equal(score.hits, hits)
+            graphs.append(stats["unique_graphs"])
+    if model.skipping is None:  # of each kind of batch one inside the model and one at its end
+        assert 0 < graphs[0] <= graphs[-1] <= 4
+    torch._dynamo.reset()
+
+
+def test_without_a_compiler_rows_are_scored_uncompiled(generator, monkeypatch):
+    model = randomised("norm-agnostic", generator)
+    monkeypatch.setattr(ops, "compiler_works", lambda: False)
+    monkeypatch.setattr(Decoder, "compile_blocks", lambda *arguments, **options: pytest.fail("compiled"))
+    group = group_of(*GROUPS["options"], generator)
+    with evaluating():
+        (found,) = RowScorer(model, 256, compiled=True).scores([group])
+    check(found[0], group, model)
 
 
 def test_what_rows_share_is_run_once(generator, monkeypatch):

@@ -15,7 +15,7 @@ from nagnet.models.decoder import Decoder
 from nagnet.models.presets import PRESETS
 
 N_EXAMPLES = 64
-ALL_LOGITS, SCORED_LOGITS, BATCHES = "one at a time", "logits where scored", "in batches"
+ALL_LOGITS, SCORED_LOGITS, BATCHES, COMPILED = "one at a time", "logits where scored", "in batches", "compiled"
 
 
 class Prompts(NamedTuple):
@@ -57,13 +57,16 @@ def bench_core(
     """Times the scoring of the examples of a task, which are tokens already.
 
     One at a time is a call of the model for each example: its options are the rows of a batch, and nothing is shared.
-    All logits [B, T, V] are formed, or those of scored tokens alone. In batches is how `evaluate_core` does it.
+    All logits [B, T, V] are formed, or those of scored tokens alone. In batches is how `evaluate_core` does it, with
+    uncompiled blocks and with compiled ones (the time of compiling left out).
 
     Returns:
-        For each task its ``name``, ``seconds`` of each alternative, and ``speedup`` of batches over the others.
+        For each task its ``name``, ``seconds`` of each alternative, and ``speedup`` of both kinds of batches over one
+        at a time, by their names and that of the alternative.
     """
-    model = Decoder(config, seed=0).to(device)
+    model, other = (Decoder(config, seed=0).to(device) for _ in range(2))
     whole, lean = RowScorer(_AllLogits(model), pad_id=0), RowScorer(model, pad_id=0)
+    compiled = RowScorer(other, pad_id=0, compiled=True)
     results = []
     for name, prompts in TASKS.items():
         examples = _examples(prompts, config.vocab_size, n_examples)
@@ -76,10 +79,14 @@ def bench_core(
             ALL_LOGITS: lambda call=one_at_a_time: call(whole),
             SCORED_LOGITS: lambda call=one_at_a_time: call(lean),
             BATCHES: lambda examples=examples: _run(lean, examples),
+            COMPILED: lambda examples=examples: _run(compiled, examples),
         }
         timings = interleave(calls, repeats, warm_up=1)
         seconds = {alternative: timing.to_dict() for alternative, timing in timings.items()}
-        speedup = {other: timings[other].median / timings[BATCHES].median for other in (ALL_LOGITS, SCORED_LOGITS)}
+        speedup = {
+            batches: {alone: timings[alone].median / timings[batches].median for alone in (ALL_LOGITS, SCORED_LOGITS)}
+            for batches in (BATCHES, COMPILED)
+        }
         results.append({"name": name, "seconds": seconds, "speedup": speedup})
     return results
 

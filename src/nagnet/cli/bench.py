@@ -302,8 +302,8 @@ def _core_lines(result: list[dict[str, Any]]) -> list[str]:
     for row in result:
         lines.append(f"  {row['name']}")
         for name, seconds in row["seconds"].items():
-            times = f"  batches are {row['speedup'][name]:.1f} x as fast" if name in row["speedup"] else ""
-            lines.append(f"    {name:20} {_milliseconds(seconds)}{times}")
+            faster = [f"{times:.1f} x as fast as {alone}" for alone, times in row["speedup"].get(name, {}).items()]
+            lines.append(f"    {name:20} {_milliseconds(seconds)}  {', '.join(faster)}".rstrip())
     return lines
 
 

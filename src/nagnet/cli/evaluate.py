@@ -68,6 +68,8 @@ class Core:
     """Longest prompt; of a longer one the last tokens are kept. Default: the model's max_seq_len."""
     batch_tokens: int | None = None
     """Most tokens in a forward pass, padding included; default: 4,096 on a CPU, 32,768 elsewhere."""
+    compile: bool = False
+    """Compile the blocks: some twenty seconds at first, then faster, most of all a small model."""
     freeze_scale: bool = False
     """Give every token the same scale exp(s), of the mean s over the run's held-out text or --data."""
     data: str | None = None
@@ -110,6 +112,8 @@ class Harness:
     """Most rows of a forward pass; default: as many as make 4,096 tokens on a CPU, 32,768 elsewhere."""
     max_length: int | None = None
     """Most tokens the model is shown at a time; default: its max_seq_len."""
+    compile: bool = False
+    """Compile the blocks: some twenty seconds at first, then faster, most of all a small model."""
     tokenizer: Path | None = None
     """The model's tokenizer.json, where it is not found beside the model."""
     out: Path | None = None

@@ -54,6 +54,7 @@ def evaluate_core(options: Core, device: torch.device) -> None:
         "max_tokens": options.max_tokens or opened.model.config.max_seq_len,
         "frozen_log_norm": log_norm,
         "skip_threshold": options.skip_threshold,
+        "compiled": options.compile,  # it rounds otherwise
     }
     if not goes_on:
         claim_output_folder(out, options.force)
@@ -104,6 +105,7 @@ def _answer(
                 bundle,
                 max_tokens=options.max_tokens,
                 batch_tokens=options.batch_tokens,
+                compiled=options.compile,
                 progress=lambda done, of, label: progress.update(done, f"{label}, {done:,} of {of:,} examples"),
                 journal=journal,
             )

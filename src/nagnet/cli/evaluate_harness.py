@@ -41,6 +41,7 @@ def evaluate_harness(options: Harness, device: torch.device) -> None:
         options.batch_size,
         device=str(device),
         max_length=options.max_length,
+        compile=options.compile,
     )
     found: Any = simple_evaluate(
         model=model,

@@ -38,6 +38,7 @@ def evaluate_core(
     *,
     max_tokens: int | None = None,
     batch_tokens: int | None = None,
+    compiled: bool = False,
     progress: Progress | None = None,
     journal: Journal | None = None,
 ) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def evaluate_core(
         max_tokens: longest row; default: ``model.max_seq_len``, or that of ``model.config``, if there is one.
         batch_tokens: most tokens of one call of the model, padding included (but at least one row); default: 4,096 on
             a CPU, 32,768 elsewhere.
+        compiled: compile the blocks of a `Decoder`, in place (`RowScorer`).
         progress: called with (examples done, examples in all, label) after each batch.
         journal: answers it knows are not computed again.
 
@@ -69,7 +71,8 @@ def evaluate_core(
     """
     if not isinstance(bundle, Bundle):
         bundle = read_bundle(bundle, max_per_task)
-    evaluation = _Evaluation(model, tokenizer, max_tokens or _context_of(model), batch_tokens)
+    scorer = RowScorer(model, tokenizer.get_bos_token_id(), batch_tokens, compiled=compiled)
+    evaluation = _Evaluation(scorer, tokenizer, max_tokens or _context_of(model))
     total, done = sum(len(task.examples) for task in bundle.tasks), 0
     result: dict[str, Any] = {}
     with evaluating():
@@ -103,9 +106,8 @@ def _context_of(model: Any) -> int | None:
 class _Evaluation:
     """A model under evaluation."""
 
-    def __init__(self, model: LogitsModel, tokenizer: TokenizerLike, max_tokens: int | None, batch_tokens: int | None):
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        self.scorer = RowScorer(model, tokenizer.get_bos_token_id(), batch_tokens)
+    def __init__(self, scorer: RowScorer, tokenizer: TokenizerLike, max_tokens: int | None):
+        self.scorer, self.tokenizer, self.max_tokens = scorer, tokenizer, max_tokens
 
     def answers(self, task: Task, indices: Sequence[int]) -> Iterator[dict[int, bool]]:
         """Correctness of these examples, by index, as batches of them are done."""

@@ -56,6 +56,7 @@ class NagnetLM(LM):
         max_length: most tokens the model is shown at a time; default: its ``max_seq_len``.
         max_gen_toks: tokens to generate where a task does not say; default: 256, or half of ``max_length`` if less.
         dtype: of the matrices in the blocks.
+        compile: compile the blocks for the scoring of many requests (`RowScorer`).
         seed: of draws, where a task wants samples.
 
     Raises:
@@ -72,6 +73,7 @@ class NagnetLM(LM):
         max_length: int | None = None,
         max_gen_toks: int | None = None,
         dtype: str = "float32",
+        compile: bool = False,
         seed: int = 0,
     ):
         super().__init__()
@@ -85,7 +87,7 @@ class NagnetLM(LM):
         rows = max_batch_size if batch_size in (None, "auto") else batch_size
         self.batch_rows = _count(rows, "batch_size")
         self.seed = int(seed)
-        self._scorer = RowScorer(self.model, self.tokenizer.bos_id, batch_rows=self.batch_rows)
+        self._scorer = RowScorer(self.model, self.tokenizer.bos_id, batch_rows=self.batch_rows, compiled=bool(compile))
         with evaluating():
             check_causality(self.model, vocab_size, min(self.max_length, GATE_TOKENS), self._device)
 

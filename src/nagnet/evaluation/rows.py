@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nagnet import ops
 from nagnet.errors import UserError
 from nagnet.models.decoder import Decoder
 from nagnet.nn.attention import Past
@@ -39,7 +40,7 @@ class RowScore(NamedTuple):
 
 @contextmanager
 def evaluating() -> Iterator[None]:
-    """No gradients; a compiled model runs uncompiled, as every batch has a shape of its own."""
+    """No gradients; a model compiled for training runs uncompiled, as every batch has a shape of its own."""
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
 
@@ -83,10 +84,23 @@ class RowScorer:
         batch_tokens: most tokens of one call of the model, padding included (but at least one line); default: 4,096 on
             a CPU, 32,768 elsewhere.
         batch_rows: most lines of one call; default: as many as fit.
+        compiled: compile the blocks of a `Decoder`, in place, for batches of any shape. The first of them take some
+            twenty seconds, in later processes a few; where no compiler works, a warning says why. Other models run as
+            they are.
     """
 
-    def __init__(self, model: LogitsModel, pad_id: int, batch_tokens: int | None = None, batch_rows: int | None = None):
+    def __init__(
+        self,
+        model: LogitsModel,
+        pad_id: int,
+        batch_tokens: int | None = None,
+        batch_rows: int | None = None,
+        compiled: bool = False,
+    ):
         self.model, self.pad_id, self.batch_rows = model, pad_id, batch_rows
+        self._compiled = compiled and isinstance(model, Decoder) and ops.compiler_works()
+        if self._compiled:
+            model.compile_blocks(dynamic=True)
         parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.batch_tokens = batch_tokens or (BATCH_TOKENS_CPU if self.device.type == "cpu" else BATCH_TOKENS)
@@ -136,7 +150,10 @@ class RowScorer:
         if isinstance(self.model, Decoder) and any(any(line.branches) for line in lines):
             positions = padded((line.positions for line in lines), 0)
             past = branching_past(self.model, positions, padded((line.branches for line in lines), -1))
-        losses, hits = score_targets(self.model, inputs, targets, past)
+        # A size of 1 would be compiled by itself.
+        compiled = self._compiled and min(inputs.shape) > 1
+        with torch.compiler.set_stance("default" if compiled else "force_eager"):
+            losses, hits = score_targets(self.model, inputs, targets, past)
         if losses.isnan().any():
             raise UserError("the model's losses are NaN, so no answer is better than another; has it diverged?")
         places = [place for line in lines for place in line.places]

@@ -259,19 +259,22 @@ class Decoder(nn.Module):
         self.stream.constrain_(self.embedding.weight, sublayers)
         self.readout.constrain_()
 
-    def compile_blocks(self) -> None:
+    def compile_blocks(self, dynamic: bool = False) -> None:
         """Compiles the block once for all layers, in place; parameter names stay as they are.
 
         Each shape of tokens is compiled anew, and torch stops after a few: keep to the shapes of training, and run
         others under ``torch.compiler.set_stance("force_eager")``, as evaluation and diagnostics here do. Blocks of
         different MLP widths are compiled one by one, as are those of several models in one process: each model raises
         torch's limit, which is one for all of them, by what it needs.
+
+        Args:
+            dynamic: whether one graph serves all numbers of sequences and tokens from 2 on, as evaluation needs it.
         """
         torch._dynamo.config.recompile_limit += GRAPHS_PER_WIDTH * len(set(self.config.mlp_widths))
         skips = self.config.skip.on
         for block in self.blocks:
             assert isinstance(block, Block)
-            block.compile(dynamic=False, fullgraph=not skips)
+            block.compile(dynamic=dynamic, fullgraph=not skips)
             if skips:
                 block.compile_packed()
 
