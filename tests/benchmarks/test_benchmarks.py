@@ -214,7 +214,10 @@ def test_scoring_is_timed_on_the_same_answers(monkeypatch):
 
     monkeypatch.setattr(scoring, "_run", noted)
     results = scoring.bench_core(CPU, repeats=2, config=config, n_examples=5)
+    *results, together = results
     assert [row["name"] for row in results] == ["three options", "one"]
+    for name, seconds in together["seconds"].items():
+        assert seconds["median"] == sum(row["seconds"][name]["median"] for row in results)
     for row, prompts, first in zip(results, tasks.values(), (0, 36), strict=True):
         alone, batches = {scoring.ALL_LOGITS, scoring.SCORED_LOGITS}, {scoring.BATCHES, scoring.COMPILED}
         assert set(row["seconds"]) == alone | batches and set(row["speedup"]) == batches

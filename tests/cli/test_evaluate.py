@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from nagnet import ops
 from nagnet.cli.application import run
 from nagnet.cli.train import recipe_config
 from nagnet.data.tokenizer import Tokenizer
 from nagnet.models.checkpoint import load_model, save_model
+from nagnet.models.decoder import Decoder
 from nagnet.nn import attention
 from nagnet.nn.norm_agnostic import NormAgnosticState
 from nagnet.training import comparison
@@ -267,6 +269,26 @@ def test_core_goes_on_after_an_interrupt(made, tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     assert run([*arguments, "--resume", "--out", str(out), "--freeze-scale"]) == 2
     assert "is of another evaluation: frozen_log_norm differ" in capsys.readouterr().err
+
+
+def test_core_compiled(made, result, tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(ops, "compiler_works", lambda: True)
+    monkeypatch.setattr(Decoder, "compile_blocks", lambda model, dynamic: compiled.append(dynamic))
+    bundle = write_tiny_bundle(tmp_path / "bundle")
+    plain = result("core", made / "run", bundle, "--out", tmp_path / "plain")
+    assert not compiled
+    found = result("core", made / "run", bundle, "--compile", "--out", tmp_path / "compiled")
+    assert compiled == [True] and found["compiled"] and found["result"] == plain["result"]
+    # Answers of an older version, which could not compile, are gone on with, but never compiled ones.
+    answers = tmp_path / "plain" / "answers.jsonl"
+    first, *rest = answers.read_text().splitlines()
+    identity = json.loads(first)
+    del identity["compiled"]
+    answers.write_text("\n".join([json.dumps(identity), *rest, ""]))
+    arguments = ["evaluate", "core", str(made / "run"), str(bundle), "--device", "cpu", "--resume", "--out"]
+    assert run([*arguments, str(tmp_path / "plain")]) == 0
+    assert run([*arguments, str(tmp_path / "compiled")]) == 2
 
 
 def test_core_with_one_scale_for_all_tokens(made, result, tmp_path):

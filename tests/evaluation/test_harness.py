@@ -175,6 +175,20 @@ def test_bad_arguments_are_named(options, message, folder):
         NagnetLM(**{"checkpoint": folder, "device": "cpu"} | options)
 
 
+def test_blocks_are_compiled_if_asked_for(folder, lm, monkeypatch):
+    from nagnet import ops
+    from nagnet.evaluation.harness import NagnetLM
+    from nagnet.models.decoder import Decoder
+
+    compiled = []
+    monkeypatch.setattr(ops, "compiler_works", lambda: True)
+    monkeypatch.setattr(Decoder, "compile_blocks", lambda model, dynamic: compiled.append(dynamic))
+    other = NagnetLM(folder, device="cpu", compile=True)
+    assert compiled == [True]
+    asked = [request("the question", " the answer")]
+    assert other.loglikelihood(asked)[0] == pytest.approx(lm.loglikelihood(asked)[0])
+
+
 def test_a_model_that_sees_the_future_is_refused(folder, monkeypatch):
     from nagnet.evaluation.harness import NagnetLM
     from nagnet.nn import attention

@@ -112,9 +112,9 @@ def test_compiled_blocks_score_the_same_and_one_graph_serves_all_shapes(name, ge
     model = randomised(name, generator).double()
     plain = copy.deepcopy(model)
     with torch._dynamo.config.patch(recompile_limit=8):  # torch's own: models raise it
-        scorers = {tokens: RowScorer(model, 256, tokens, compiled=True) for tokens in (40, 100, 4096)}
+        scorers = [RowScorer(model, 256, tokens, compiled=True) for tokens in (40, 100, 4096)]
         graphs = []
-        for tokens, scorer in scorers.items():
+        for scorer in scorers:
             groups, found = [group_of(*group, generator) for group in GROUPS.values()], {}
             with evaluating():
                 for scores in scorer.scores(groups + [[row] for row in groups[0]]):

@@ -61,8 +61,8 @@ def bench_core(
     uncompiled blocks and with compiled ones (the time of compiling left out).
 
     Returns:
-        For each task its ``name``, ``seconds`` of each alternative, and ``speedup`` of both kinds of batches over one
-        at a time, by their names and that of the alternative.
+        For each task, and for all together, its ``name``, ``seconds`` of each alternative, and ``speedup`` of both
+        kinds of batches over one at a time, by their names and that of the alternative.
     """
     model, other = (Decoder(config, seed=0).to(device) for _ in range(2))
     whole, lean = RowScorer(_AllLogits(model), pad_id=0), RowScorer(model, pad_id=0)
@@ -83,12 +83,20 @@ def bench_core(
         }
         timings = interleave(calls, repeats, warm_up=1)
         seconds = {alternative: timing.to_dict() for alternative, timing in timings.items()}
-        speedup = {
-            batches: {alone: timings[alone].median / timings[batches].median for alone in (ALL_LOGITS, SCORED_LOGITS)}
-            for batches in (BATCHES, COMPILED)
-        }
-        results.append({"name": name, "seconds": seconds, "speedup": speedup})
-    return results
+        results.append({"name": name, "seconds": seconds})
+    together = {
+        name: {key: sum(row["seconds"][name][key] for row in results) for key in ("median", "low", "high")}
+        for name in (ALL_LOGITS, SCORED_LOGITS, BATCHES, COMPILED)
+    }
+    results.append({"name": "all together", "seconds": together})
+    return [row | {"speedup": _speedup(row["seconds"])} for row in results]
+
+
+def _speedup(seconds: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        batches: {alone: seconds[alone]["median"] / seconds[batches]["median"] for alone in (ALL_LOGITS, SCORED_LOGITS)}
+        for batches in (BATCHES, COMPILED)
+    }
 
 
 def _run(scorer: RowScorer, groups: list[list[Row]]) -> None:

@@ -54,7 +54,7 @@ def evaluate_core(options: Core, device: torch.device) -> None:
         "max_tokens": options.max_tokens or opened.model.config.max_seq_len,
         "frozen_log_norm": log_norm,
         "skip_threshold": options.skip_threshold,
-        "compiled": options.compile,  # it rounds otherwise
+        "compiled": options.compile or None,  # it rounds otherwise; None goes on with what older versions began
     }
     if not goes_on:
         claim_output_folder(out, options.force)
