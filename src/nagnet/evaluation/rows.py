@@ -84,9 +84,8 @@ class RowScorer:
         batch_tokens: most tokens of one call of the model, padding included (but at least one line); default: 4,096 on
             a CPU, 32,768 elsewhere.
         batch_rows: most lines of one call; default: as many as fit.
-        compiled: compile the blocks of a `Decoder`, in place, for batches of any shape. The first of them take some
-            twenty seconds, in later processes a few; where no compiler works, a warning says why. Other models run as
-            they are.
+        compiled: compile the blocks of a `Decoder`, in place, for batches of any shape. That takes half a minute, in
+            later processes some seconds; where no compiler works, a warning says why. Other models run as they are.
     """
 
     def __init__(
