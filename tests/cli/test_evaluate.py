@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nagnet import ops
+from nagnet.cli import evaluate_core
 from nagnet.cli.application import run
 from nagnet.cli.train import recipe_config
 from nagnet.data.tokenizer import Tokenizer
@@ -277,9 +278,18 @@ def test_core_compiled(made, result, tmp_path, monkeypatch):
     monkeypatch.setattr(Decoder, "compile_blocks", lambda model, dynamic: compiled.append(dynamic))
     bundle = write_tiny_bundle(tmp_path / "bundle")
     plain = result("core", made / "run", bundle, "--out", tmp_path / "plain")
-    assert not compiled
-    found = result("core", made / "run", bundle, "--compile", "--out", tmp_path / "compiled")
+    assert not compiled  # too little for it
+    found = result("core", made / "run", bundle, "--compile", "always", "--out", tmp_path / "compiled")
     assert compiled == [True] and found["compiled"] and found["result"] == plain["result"]
+    # 12 examples of 22 characters (two of them 23) and 9 of 16, each with three shots; 2 blocks x 16.
+    monkeypatch.setattr(evaluate_core, "COMPILED_FROM", 4 * (12 * 22 + 2 + 9 * 16) / 4 * 2 * 16)
+    assert result("core", made / "run", bundle, "--out", tmp_path / "large")["compiled"]
+    assert not result("core", made / "run", bundle, "--out", tmp_path / "less", "--max-per-task", "6")["compiled"]
+    assert not result("core", made / "run", bundle, "--out", tmp_path / "off", "--compile", "never")["compiled"]
+    skips = ["--skip-threshold", "0.1"]
+    assert not result("core", made / "run", bundle, "--out", tmp_path / "skips", *skips)["compiled"]
+    assert compiled == [True] * 2
+    monkeypatch.setattr(evaluate_core, "COMPILED_FROM", 1e9)
     # Answers of an older version, which could not compile, are gone on with, but never compiled ones.
     answers = tmp_path / "plain" / "answers.jsonl"
     first, *rest = answers.read_text().splitlines()

@@ -68,8 +68,9 @@ class Core:
     """Longest prompt; of a longer one the last tokens are kept. Default: the model's max_seq_len."""
     batch_tokens: int | None = None
     """Most tokens in a forward pass, padding included; default: 4,096 on a CPU, 32,768 elsewhere."""
-    compile: bool = False
-    """Compile the blocks: half a minute at first, then up to 1.7 times as fast, a narrow model most."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """Compile the blocks: half a minute at first, then up to 1.7 times as fast, a narrow model most. auto: on a CPU, if
+    the bundle is large enough for the model to win more than it costs."""
     freeze_scale: bool = False
     """Give every token the same scale exp(s), of the mean s over the run's held-out text or --data."""
     data: str | None = None

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from nagnet import ops
 from nagnet.cli.comparison_table import PIPED_WIDTH
 from nagnet.cli.output_folder import check_output_folder, claim_output_folder
 from nagnet.errors import UserError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 ANSWERS_FILE = "answers.jsonl"
 RESULT_FILE = "core.json"
+COMPILED_FROM = 4e9  # tokens x blocks x width: compiled blocks save twice what compiling takes (docs/evaluation.md)
+CHARACTERS_PER_TOKEN = 4
 COLUMNS = ("task", "kind", "shots", "examples", "accuracy", "guessing", "centred")
 
 
@@ -45,6 +48,7 @@ def evaluate_core(options: Core, device: torch.device) -> None:
         freezable=options.freeze_scale,
         skip_threshold=options.skip_threshold,
     )
+    compiled = _is_compiled(options, opened, bundle, device)
     log_norm = _mean_log_norm(opened, options) if options.freeze_scale else None
     identity = {
         "weights": opened.saved.content_hash(),
@@ -54,12 +58,12 @@ def evaluate_core(options: Core, device: torch.device) -> None:
         "max_tokens": options.max_tokens or opened.model.config.max_seq_len,
         "frozen_log_norm": log_norm,
         "skip_threshold": options.skip_threshold,
-        "compiled": options.compile or None,  # it rounds otherwise; None goes on with what older versions began
+        "compiled": compiled or None,  # it rounds otherwise; None goes on with what older versions began
     }
     if not goes_on:
         claim_output_folder(out, options.force)
     journal = AnswerFile(out / ANSWERS_FILE, identity)
-    result = _answer(options, opened, bundle, journal, log_norm, out)
+    result = _answer(options, opened, bundle, journal, log_norm, compiled, out)
     record = {"model": str(opened.saved.folder), "bundle_folder": str(options.bundle), **identity, "result": result}
     write_atomically(out / RESULT_FILE, (json.dumps(record, indent=2) + "\n").encode())
     if options.json:
@@ -90,8 +94,26 @@ def _mean_log_norm(opened: EvaluatedModel, options: Core) -> float:
     return round(mean, 4)  # so that a resumed evaluation has the same one, whatever rounds otherwise
 
 
+def _is_compiled(options: Core, opened: EvaluatedModel, bundle: Bundle, device: torch.device) -> bool:
+    """Whether blocks are compiled: the same for the same bundle, model and options, as answers may differ by it."""
+    if options.compile == "auto":
+        config = opened.model.config
+        n_tokens = sum(task.n_characters() for task in bundle.tasks) / CHARACTERS_PER_TOKEN
+        pays = n_tokens * config.n_layers * config.d_model >= COMPILED_FROM
+        wanted = pays and device.type == "cpu" and opened.model.skipping is None
+    else:
+        wanted = options.compile == "always"
+    return wanted and ops.compiler_works()
+
+
 def _answer(
-    options: Core, opened: EvaluatedModel, bundle: Bundle, journal: AnswerFile, log_norm: float | None, out: Path
+    options: Core,
+    opened: EvaluatedModel,
+    bundle: Bundle,
+    journal: AnswerFile,
+    log_norm: float | None,
+    compiled: bool,
+    out: Path,
 ) -> dict[str, Any]:
     n_examples = sum(len(task.examples) for task in bundle.tasks)
     if len(journal) and not options.json:
@@ -105,7 +127,7 @@ def _answer(
                 bundle,
                 max_tokens=options.max_tokens,
                 batch_tokens=options.batch_tokens,
-                compiled=options.compile,
+                compiled=compiled,
                 progress=lambda done, of, label: progress.update(done, f"{label}, {done:,} of {of:,} examples"),
                 journal=journal,
             )

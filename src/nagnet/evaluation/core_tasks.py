@@ -67,6 +67,12 @@ class Task:
         others = random.Random(SHOTS_SEED + index).sample(range(len(self.examples) - 1), self.n_shots)
         return [self.examples[other + (other >= index)] for other in others]
 
+    def n_characters(self) -> int:
+        """About how many all prompts have together: the texts of each example, and as many for each of its shots."""
+        values = [value for example in self.examples for value in example.values()]
+        texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+        return (1 + self.n_shots) * sum(len(text) for text in texts if isinstance(text, str))
+
     def centred(self, accuracy: float) -> float:
         """Accuracy (share) with guessing at 0 and all right at 1."""
         guessing = self.baseline / 100
