@@ -77,13 +77,13 @@ def _floor(model: Decoder, position: int) -> Callable[[], None]:
     state = model.stream.begin(model.embed(tokens))
     model.rotary.reserve(position + 1)
     cos, sin = model.rotary.at(position * tokens)
-    calls, updates = [], list(model.stream.updates)
+    kind, calls, updates = (model.config, str(tokens.device)), [], list(model.stream.updates)
     for index, block in enumerate(model.blocks):
         attention: Any = block.attention
-        call = Call(_keys_values_gains, model.config, attention, updates[2 * index], updates[2 * index + 1])
+        call = Call(_keys_values_gains, kind, attention, updates[2 * index], updates[2 * index + 1])
         calls.append((call, tensors_in((state, cos, sin))))
         call.prepare(state, cos, sin)
-    readout = Call(_logits, model.config, model.readout)
+    readout = Call(_logits, kind, model.readout)
     readout.prepare(state)
     calls.append((readout, tensors_in(state)))
 
