@@ -57,7 +57,7 @@ def test_equals_the_step_as_it_is(build, options, prompts, compilations):
                 for a, b in zip(found, expected, strict=True):
                     torch.testing.assert_close(a[index], b[index], rtol=1e-4, atol=1e-4)
     assert caches[0].lengths == caches[1].lengths
-    assert compilations == ["_enter", "_run_block", "_read_out"]
+    assert compilations == ["_enter", "_run_block", "read_out"]
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def test_compilations_of_64_tokens(build, compilations):
     prompts = [[1, 2, 3], [4], [5] * 30]
     expected = generate(model, prompts, 64, temperature=0)
     found = generate(model, prompts, 64, temperature=0, compiled=True)
-    assert compilations == ["_enter", "_run_block", "_read_out"]
+    assert compilations == ["_enter", "_run_block", "read_out"]
     assert [completion.finish for completion in found] == ["length", "length", "context"]
     assert [completion.ids[:5] for completion in found] == [completion.ids[:5] for completion in expected]
 

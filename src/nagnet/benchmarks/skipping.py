@@ -15,7 +15,7 @@ from torch import Tensor
 from nagnet.benchmarks.decoding import COPIED_BYTES, bytes_per_step, filled_cache, step_at
 from nagnet.benchmarks.timing import clear_gradients, interleave
 from nagnet.generation.cache import KeyValueCache
-from nagnet.generation.decoding import decode_compiled
+from nagnet.generation.decoding import decode_compiled, read_out
 from nagnet.generation.graph import Call, tensors_in
 from nagnet.models.config import ModelConfig
 from nagnet.models.decoder import Decoder
@@ -83,7 +83,7 @@ def _floor(model: Decoder, position: int) -> Callable[[], None]:
         call = Call(_keys_values_gains, kind, attention, updates[2 * index], updates[2 * index + 1])
         calls.append((call, tensors_in((state, cos, sin))))
         call.prepare(state, cos, sin)
-    readout = Call(_logits, kind, model.readout)
+    readout = Call(read_out, kind, model.readout)
     readout.prepare(state)
     calls.append((readout, tensors_in(state)))
 
@@ -96,11 +96,6 @@ def _floor(model: Decoder, position: int) -> Callable[[], None]:
 
 def _keys_values_gains(attention: Any, first: Any, second: Any, state: Any, cos: Tensor, sin: Tensor) -> Any:
     return attention.keys_and_values(first.read(state), cos, sin), first.gain(state), second.gain(state)
-
-
-def _logits(readout: Any, state: Any) -> Tensor:
-    direction, log_norm = state.split()
-    return readout(direction[:, 0], log_norm[:, 0])
 
 
 def _skip_fixed(model: Decoder, of_eight: Any) -> list[bool]:

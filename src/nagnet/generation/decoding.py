@@ -91,7 +91,7 @@ class _Step:
         skips = self._skipping is not None
         of_start = kind._replace(n_positions=len(model.rotary.cos))
         self._enter = Call(_enter_and_remember if skips else _enter, of_start, model)
-        self._read_out = Call(_read_out_and_count if skips else _read_out, kind, model.readout)
+        self._read_out = Call(_read_out_and_count if skips else read_out, kind, model.readout)
         shape = len(blocks), 2, kind.batch_size, 1
         self._ran = torch.empty(shape, dtype=torch.bool, device=cache.device)  # what was decided
         self._ran_of_blocks = self._ran.unbind()
@@ -213,7 +213,8 @@ def _run_and_remember(
     return carried
 
 
-def _read_out(readout: Any, state: Any) -> tuple[Tensor, Tensor]:
+def read_out(readout: Any, state: Any) -> tuple[Tensor, Tensor]:
+    """Logits [B, V] and log norm [B], as `decode` returns them, of the state of one token a sequence."""
     direction, log_norm = state.split()
     direction, log_norm = direction[:, 0], log_norm[:, 0]
     return readout(direction, log_norm), log_norm
@@ -221,4 +222,4 @@ def _read_out(readout: Any, state: Any) -> tuple[Tensor, Tensor]:
 
 def _read_out_and_count(readout: Any, state: Any, counts: Tensor, ran: Tensor, is_token: Tensor) -> Any:
     count_(counts, ran.flatten(0, 1), is_token)
-    return _read_out(readout, state)
+    return read_out(readout, state)
